@@ -1,0 +1,1 @@
+"""Tests of lightning_moe; folders are tiers (see conftest.py)."""
