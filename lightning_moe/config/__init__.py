@@ -1,0 +1,57 @@
+"""Frozen configs of model and optimizer, checked on construction; standard library only."""
+
+from lightning_moe.config.build import from_mapping, to_mapping
+from lightning_moe.config.counting import NormPlacement
+from lightning_moe.config.layers import (
+    AttentionBackend,
+    AttentionConfig,
+    DenseConfig,
+    LayerConfig,
+    LayerSpec,
+    QkNorm,
+)
+from lightning_moe.config.model import LayerOverrides, Recompute, TransformerConfig
+from lightning_moe.config.moe import (
+    AVAILABLE_BALANCE_SCOPES,
+    Activation,
+    Backend,
+    BalanceScope,
+    GatingFunction,
+    LatentMoEConfig,
+    MoEConfig,
+    RouterConfig,
+    SharedActivation,
+    SharedExpertConfig,
+)
+from lightning_moe.config.optim import DecayShape, OptimConfig, Schedule, ScheduleUnit
+from lightning_moe.config.presets import PRESETS
+
+__all__ = [
+    "AVAILABLE_BALANCE_SCOPES",
+    "PRESETS",
+    "Activation",
+    "AttentionBackend",
+    "AttentionConfig",
+    "Backend",
+    "BalanceScope",
+    "DecayShape",
+    "DenseConfig",
+    "GatingFunction",
+    "LatentMoEConfig",
+    "LayerConfig",
+    "LayerOverrides",
+    "LayerSpec",
+    "MoEConfig",
+    "NormPlacement",
+    "OptimConfig",
+    "QkNorm",
+    "Recompute",
+    "RouterConfig",
+    "Schedule",
+    "ScheduleUnit",
+    "SharedActivation",
+    "SharedExpertConfig",
+    "TransformerConfig",
+    "from_mapping",
+    "to_mapping",
+]

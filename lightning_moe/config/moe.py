@@ -1,0 +1,330 @@
+"""What one mixture-of-experts layer is: its router, its experts and what stands beside them."""
+
+from dataclasses import dataclass, field
+from typing import Final, Literal, get_args
+
+from lightning_moe.config.checks import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NON_NEGATIVE,
+    POSITIVE,
+    check_bools,
+    check_choices,
+    check_floats,
+    check_instances,
+    check_ints,
+    given,
+)
+
+GatingFunction = Literal["softmax", "topk_softmax", "sigmoid"]
+BalanceScope = Literal[
+    "sequence", "micro_batch", "global_micro_batch", "accumulated", "lagged", "exact"
+]
+Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
+SharedActivation = Literal["swiglu", "relu2"]
+Backend = Literal["auto", "loop", "torch"]
+
+AVAILABLE_BALANCE_SCOPES: Final[tuple[BalanceScope, ...]] = ("sequence", "micro_batch")
+"""The balance scopes that can be trained with; the others are refused on construction."""
+
+DEFAULT_ACTIVATION_ALPHA: Final = 1.702
+
+_ROUTER: Final = "model.moe.router"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """How tokens choose experts, and what keeps the choice balanced.
+
+    Weights of the chosen experts pass, in this order: the p-norm, times `top_k`, times
+    `expert_weight_scale`, times sqrt(original_top_k / top_k).
+
+    Attributes:
+        top_k: experts per token, at least 1 and at most the number of experts.
+        bias: add a learned bias to the logits.
+        jitter_eps: half-width of the uniform factor on the router's input while training, in
+            [0, 1); experts see the input without it.
+        gating_function: scores are softmax or sigmoid over all experts; `topk_softmax` takes the
+            softmax of the chosen logits only.
+        normalize_expert_weights: p > 0 of the p-norm that divides the chosen weights.
+        restore_weight_scale: multiply the weights by `top_k`.
+        expert_weight_scale: constant factor on the weights, greater than 0.
+        original_top_k: `top_k` of the model these weights come from; the weights are multiplied by
+            sqrt(original_top_k / top_k).
+        sigmoid_stability_epsilon: added to every sigmoid score; other gating functions have none.
+        n_group: number of expert groups of group-limited routing; needs `topk_group`.
+        topk_group: groups a token may choose from, in [1, n_group]; needs `n_group`.
+        uniform_expert_assignment: benchmark: experts are assigned round-robin.
+        random_expert_assignment: benchmark: scores are replaced by random numbers.
+        quantize_scores: round the scores that select (not the weights) to multiples of 2^-14.
+        bias_gamma: step of the selection bias, moved once per optimizer step; greater than 0.
+        score_correction_bias: keep a selection bias even when `bias_gamma` does not move it.
+        lb_loss_weight: weight of the balance loss; None computes none.
+        lb_loss_scope: the tokens over which expert counts of the balance loss are taken.
+        z_loss_weight: weight of the squared log-partition (nats squared) per token.
+        orth_loss_weight: weight of the squared cosine between the router's rows.
+    """
+
+    top_k: int = 1
+    bias: bool = False
+    jitter_eps: float | None = None
+    gating_function: GatingFunction = "softmax"
+    normalize_expert_weights: float | None = None
+    restore_weight_scale: bool = False
+    expert_weight_scale: float | None = None
+    original_top_k: int | None = None
+    sigmoid_stability_epsilon: float = 1e-7
+    n_group: int | None = None
+    topk_group: int | None = None
+    uniform_expert_assignment: bool = False
+    random_expert_assignment: bool = False
+    quantize_scores: bool = False
+    bias_gamma: float | None = None
+    score_correction_bias: bool = False
+    lb_loss_weight: float | None = None
+    lb_loss_scope: BalanceScope = "micro_batch"
+    z_loss_weight: float | None = None
+    orth_loss_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every option, then the relations between them."""
+        self._check_values()
+        self._check_scope()
+        self._check_groups()
+        self._check_benchmark_assignment()
+
+    @property
+    def has_score_bias(self) -> bool:
+        """Whether the router keeps a bias that takes part in selection but not in the weights."""
+        return self.bias_gamma is not None or self.score_correction_bias
+
+    def _check_values(self) -> None:
+        check_ints(_ROUTER, AT_LEAST_ONE, top_k=self.top_k)
+        check_ints(
+            _ROUTER,
+            AT_LEAST_ONE,
+            **given(
+                original_top_k=self.original_top_k, n_group=self.n_group, topk_group=self.topk_group
+            ),
+        )
+        check_bools(
+            _ROUTER,
+            bias=self.bias,
+            restore_weight_scale=self.restore_weight_scale,
+            uniform_expert_assignment=self.uniform_expert_assignment,
+            random_expert_assignment=self.random_expert_assignment,
+            quantize_scores=self.quantize_scores,
+            score_correction_bias=self.score_correction_bias,
+        )
+        check_floats(_ROUTER, BELOW_ONE, **given(jitter_eps=self.jitter_eps))
+        check_floats(
+            _ROUTER,
+            POSITIVE,
+            **given(
+                normalize_expert_weights=self.normalize_expert_weights,
+                expert_weight_scale=self.expert_weight_scale,
+                bias_gamma=self.bias_gamma,
+            ),
+        )
+        check_floats(
+            _ROUTER, NON_NEGATIVE, sigmoid_stability_epsilon=self.sigmoid_stability_epsilon
+        )
+        check_floats(
+            _ROUTER,
+            NON_NEGATIVE,
+            **given(
+                lb_loss_weight=self.lb_loss_weight,
+                z_loss_weight=self.z_loss_weight,
+                orth_loss_weight=self.orth_loss_weight,
+            ),
+        )
+        check_choices(_ROUTER, get_args(GatingFunction), gating_function=self.gating_function)
+        check_choices(_ROUTER, get_args(BalanceScope), lb_loss_scope=self.lb_loss_scope)
+
+    def _check_scope(self) -> None:
+        if self.lb_loss_scope not in AVAILABLE_BALANCE_SCOPES:
+            raise ValueError(
+                f"{_ROUTER}.lb_loss_scope={self.lb_loss_scope!r} is not available yet; "
+                f"choose {' or '.join(AVAILABLE_BALANCE_SCOPES)}"
+            )
+
+    def _check_groups(self) -> None:
+        if self.n_group is None and self.topk_group is None:
+            return
+        if self.n_group is None or self.topk_group is None:
+            raise ValueError(
+                f"{_ROUTER}.n_group={self.n_group} and {_ROUTER}.topk_group={self.topk_group} "
+                f"go together; set both for group-limited routing, or neither"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"{_ROUTER}.topk_group={self.topk_group} is more than "
+                f"{_ROUTER}.n_group={self.n_group}; choose topk_group in [1, {self.n_group}]"
+            )
+        if self.gating_function == "topk_softmax":
+            raise ValueError(
+                f"{_ROUTER}.n_group={self.n_group} does not work with "
+                f"{_ROUTER}.gating_function='topk_softmax'; choose softmax or sigmoid, or unset "
+                f"n_group and topk_group"
+            )
+
+    def _check_benchmark_assignment(self) -> None:
+        if not self.random_expert_assignment:
+            return
+        if self.uniform_expert_assignment:
+            raise ValueError(
+                f"{_ROUTER}.uniform_expert_assignment=True and "
+                f"{_ROUTER}.random_expert_assignment=True exclude each other; switch one off"
+            )
+        if self.gating_function == "topk_softmax":
+            raise ValueError(
+                f"{_ROUTER}.random_expert_assignment=True does not work with "
+                f"{_ROUTER}.gating_function='topk_softmax'; choose softmax or sigmoid"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentMoEConfig:
+    """A narrower width that routed experts work in; router and shared expert keep model width.
+
+    Attributes:
+        latent_dim: width of the routed experts' input and output, below the model width.
+        bias: add biases to the down and the up projection.
+        norm: RMS norm without bias of the experts' output before the up projection.
+    """
+
+    latent_dim: int
+    bias: bool = False
+    norm: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        check_ints("model.moe.latent", AT_LEAST_ONE, latent_dim=self.latent_dim)
+        check_bools("model.moe.latent", bias=self.bias, norm=self.norm)
+
+    def check_width(self, d_model: int, *, path: str = "model.moe.latent") -> None:
+        """Check what depends on the model width.
+
+        Args:
+            d_model: width of the layer's input.
+            path: full option name of this section, for the message.
+
+        Raises:
+            ValueError: if `latent_dim` is not below `d_model`.
+        """
+        if self.latent_dim >= d_model:
+            raise ValueError(
+                f"{path}.latent_dim={self.latent_dim} is not smaller than model.d_model={d_model}; "
+                f"choose latent_dim in [1, {d_model - 1}], or unset latent"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpertConfig:
+    """An expert without bias that every token passes; several equal one wider expert.
+
+    Attributes:
+        hidden_size: width of its hidden layer.
+        activation: `swiglu` or `relu2`.
+    """
+
+    hidden_size: int = 256
+    activation: SharedActivation = "swiglu"
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        check_ints("model.moe.shared", AT_LEAST_ONE, hidden_size=self.hidden_size)
+        check_choices("model.moe.shared", get_args(SharedActivation), activation=self.activation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """One mixture-of-experts layer.
+
+    Attributes:
+        num_experts: routed experts, over all ranks.
+        hidden_size: width of each routed expert's hidden layer.
+        router: how tokens choose experts.
+        latent: a narrower width for the routed experts; None works in model width.
+        shared: an expert that every token passes, added to the routed output.
+        activation: of the routed experts.
+        activation_alpha: slope of the gate's sigmoid; only for `gpt_oss_swiglu`.
+        activation_limit: clamp of gate (above) and up (both sides); only for `gpt_oss_swiglu`.
+        expert_bias: add biases to both matrices of every routed expert.
+        backend: how the experts' matrices are multiplied; `auto` picks by device and type.
+    """
+
+    num_experts: int = 1
+    hidden_size: int = 256
+    router: RouterConfig = field(default_factory=RouterConfig)
+    latent: LatentMoEConfig | None = None
+    shared: SharedExpertConfig | None = None
+    activation: Activation = "swiglu"
+    activation_alpha: float = DEFAULT_ACTIVATION_ALPHA
+    activation_limit: float | None = None
+    expert_bias: bool = False
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every option, then the relations between experts, router and activation."""
+        check_ints(
+            "model.moe", AT_LEAST_ONE, num_experts=self.num_experts, hidden_size=self.hidden_size
+        )
+        check_instances("model.moe", RouterConfig, router=self.router)
+        check_instances("model.moe", LatentMoEConfig, **given(latent=self.latent))
+        check_instances("model.moe", SharedExpertConfig, **given(shared=self.shared))
+        check_choices("model.moe", get_args(Activation), activation=self.activation)
+        check_choices("model.moe", get_args(Backend), backend=self.backend)
+        check_floats("model.moe", POSITIVE, activation_alpha=self.activation_alpha)
+        check_floats("model.moe", POSITIVE, **given(activation_limit=self.activation_limit))
+        check_bools("model.moe", expert_bias=self.expert_bias)
+        self._check_activation_options()
+        self._check_choice_fits_experts()
+
+    def check_width(self, d_model: int, *, path: str = "model.moe") -> None:
+        """Check what depends on the model width.
+
+        Args:
+            d_model: width of the layer's input.
+            path: full option name of this section, for the message.
+
+        Raises:
+            ValueError: if `latent.latent_dim` is not below `d_model`.
+        """
+        if self.latent is not None:
+            self.latent.check_width(d_model, path=f"{path}.latent")
+
+    def _check_activation_options(self) -> None:
+        if self.activation == "gpt_oss_swiglu":
+            return
+        for name, value, default in (
+            ("activation_alpha", self.activation_alpha, DEFAULT_ACTIVATION_ALPHA),
+            ("activation_limit", self.activation_limit, None),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"model.moe.{name}={value} has no effect with "
+                    f"model.moe.activation={self.activation!r}; unset it or choose gpt_oss_swiglu"
+                )
+
+    def _check_choice_fits_experts(self) -> None:
+        router, num_experts = self.router, self.num_experts
+        if router.top_k > num_experts:
+            raise ValueError(
+                f"{_ROUTER}.top_k={router.top_k} is more than model.moe.num_experts={num_experts}; "
+                f"choose top_k in [1, {num_experts}] or more experts"
+            )
+        if router.n_group is None or router.topk_group is None:
+            return
+        if num_experts % router.n_group:
+            raise ValueError(
+                f"model.moe.num_experts={num_experts} is not a multiple of "
+                f"{_ROUTER}.n_group={router.n_group}; choose a divisor of {num_experts} for n_group"
+            )
+        reachable = router.topk_group * (num_experts // router.n_group)
+        if router.top_k > reachable:
+            raise ValueError(
+                f"{_ROUTER}.top_k={router.top_k} is more than the {reachable} experts in "
+                f"{_ROUTER}.topk_group={router.topk_group} of {_ROUTER}.n_group={router.n_group} "
+                f"groups (model.moe.num_experts={num_experts}); lower top_k or raise topk_group"
+            )
