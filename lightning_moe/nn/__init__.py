@@ -1,0 +1,30 @@
+"""Modules of an MoE transformer: parameters, and calls into `ops`."""
+
+from lightning_moe.nn.attention import Attention
+from lightning_moe.nn.block import Block
+from lightning_moe.nn.dispatch import Dispatched, Dispatcher, LocalDispatcher
+from lightning_moe.nn.experts import Experts
+from lightning_moe.nn.latent import LatentProjections
+from lightning_moe.nn.mlp import MLP
+from lightning_moe.nn.moe import MoE
+from lightning_moe.nn.router import Router
+from lightning_moe.nn.transformer import MoETransformer
+from lightning_moe.ops.losses import balance_loss, z_loss
+from lightning_moe.ops.records import Routing
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "Dispatched",
+    "Dispatcher",
+    "Experts",
+    "LatentProjections",
+    "LocalDispatcher",
+    "MoE",
+    "MoETransformer",
+    "Router",
+    "Routing",
+    "balance_loss",
+    "z_loss",
+]

@@ -1,0 +1,73 @@
+"""The mixture-of-experts layer."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lightning_moe.config import MoEConfig
+from lightning_moe.nn.dispatch import Dispatcher, LocalDispatcher
+from lightning_moe.nn.experts import Experts
+from lightning_moe.nn.init import draw_seed, init_weights_
+from lightning_moe.nn.latent import LatentProjections
+from lightning_moe.nn.mlp import MLP
+from lightning_moe.nn.router import Router
+from lightning_moe.ops.records import Routing
+
+
+class MoE(nn.Module):
+    """Sends each token to `top_k` of E experts and adds up their weighted outputs.
+
+    Usable in any module: `y, routing = moe(x)`. No token is dropped.
+
+    Attributes:
+        router: reads the full width D.
+        experts: stacked weights of the routed experts.
+        latent: projections to and from the experts' width, or None.
+        shared: an MLP that every token passes, added unscaled, or None.
+        dispatcher: how rows reach experts; a strategy swaps in one that communicates.
+    """
+
+    def __init__(
+        self, d_model: int, config: MoEConfig, *, init_std: float = 0.02, norm_eps: float = 1e-6
+    ) -> None:
+        super().__init__()
+        config.check_width(d_model)
+        # Before the layers below draw from the same generator: how much they draw depends on their sizes.
+        # On the meta device there is nothing to draw, and the global generator stays where it is.
+        on_meta = torch.get_default_device().type == "meta"
+        seed = None if on_meta else draw_seed()
+        self.config = config
+        self.router = Router(d_model, config.num_experts, config.router)
+        self.latent = (
+            LatentProjections(d_model, config.latent, norm_eps=norm_eps) if config.latent else None
+        )
+        self.experts = Experts(config.latent.latent_dim if config.latent else d_model, config)
+        self.shared = (
+            MLP(d_model, config.shared.hidden_size, config.shared.activation)
+            if config.shared
+            else None
+        )
+        self.dispatcher: Dispatcher = LocalDispatcher()
+        if seed is not None:
+            init_weights_(self, seed=seed, std=init_std)
+
+    def forward(
+        self, x: Float[Tensor, "*rows D"], valid: Bool[Tensor, "*rows"] | None = None
+    ) -> tuple[Float[Tensor, "*rows D"], Routing]:
+        """Output of the layer and the record of its routing.
+
+        Args:
+            x: tokens; with three dimensions the first one counts sequences.
+            valid: tokens that count in the record (padding doesn't); None counts all. The output is the same.
+        """
+        weights, ids, routing = self.router(x, valid)
+        x_TD, weights_TK, ids_TK = x.flatten(0, -2), weights.flatten(0, -2), ids.flatten(0, -2)
+        inner_TW = x_TD if self.latent is None else self.latent.compress(x_TD)
+        sent = self.dispatcher.dispatch(inner_TW, ids_TK, self.config.num_experts)
+        rows_RW = self.experts(sent.rows_RW, sent.counts_L)
+        y_TD = self.dispatcher.combine(rows_RW, weights_TK, sent)
+        if self.latent is not None:
+            y_TD = self.latent.expand(y_TD)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return y_TD.unflatten(0, x.shape[:-1]), routing

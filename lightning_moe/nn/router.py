@@ -1,0 +1,194 @@
+"""The router: which experts a token goes to, with what weight."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lightning_moe.config import RouterConfig
+from lightning_moe.ops import routing as ops
+from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.ops.losses import router_z_loss
+from lightning_moe.ops.records import Routing
+from lightning_moe.ops.top_experts import top_experts
+
+
+class Router(nn.Module):
+    """Scores all experts for each token and chooses `top_k` of them.
+
+    Its parameters stay at least float32 under every cast and its arithmetic ignores autocast: rounding to bfloat16
+    would merge close scores into ties. `score_bias` is float32 always; it takes part in the choice, never in weights.
+
+    Attributes:
+        weight: (E, D).
+        bias: (E) added to logits, or None.
+        score_bias: (E) persistent buffer added to selection scores, or None. `RouterBiasCorrection` moves it.
+    """
+
+    def __init__(self, d_model: int, num_experts: int, config: RouterConfig) -> None:
+        super().__init__()
+        if config.top_k > num_experts:
+            raise ValueError(
+                f"model.moe.router.top_k={config.top_k} is more than model.moe.num_experts={num_experts}; "
+                "lower top_k or add experts"
+            )
+        self.config = config
+        self.num_experts = num_experts
+        dtype = at_least_float32(torch.get_default_dtype())
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(num_experts, dtype=dtype)) if config.bias else None
+        self.score_bias: Tensor | None
+        bias = torch.zeros(num_experts, dtype=torch.float32) if config.has_score_bias else None
+        self.register_buffer("score_bias", bias)
+        self.weight_scale = _weight_scale(config)
+        nn.init.trunc_normal_(self.weight, std=0.02, a=-0.06, b=0.06)
+
+    def forward(
+        self, x: Float[Tensor, "*rows D"], valid: Bool[Tensor, "*rows"] | None = None
+    ) -> tuple[Float[Tensor, "*rows K"], Int[Tensor, "*rows K"], Routing]:
+        """Weights and ids of the chosen experts, best first, and the record of this call.
+
+        Args:
+            x: tokens; with three dimensions the first one counts sequences, with two all rows are one sequence.
+            valid: tokens to count in the record; None counts all. Others are routed all the same, since later
+                tokens may attend to them.
+        """
+        rows = x.shape[:-1]
+        valid_T = None if valid is None else valid.flatten()
+        logits_TE = ops.router_logits(self._jittered(x.flatten(0, -2)), self.weight, self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            scores_TE = self._scores(logits_TE)
+            ids_TK = self._choose(logits_TE, scores_TE)
+            weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
+            record = self._record(
+                logits_TE, scores_TE, ids_TK, valid_T, num_sequences=math.prod(rows[:-1])
+            )
+        return weights_TK.unflatten(0, rows), ids_TK.unflatten(0, rows), record
+
+    def _jittered(self, x_TD: Tensor) -> Tensor:
+        epsilon = self.config.jitter_eps
+        if not epsilon or not self.training:
+            return x_TD
+        return x_TD * torch.empty_like(x_TD).uniform_(1 - epsilon, 1 + epsilon)
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        config = self.config
+        scores_TE = ops.router_scores(
+            logits_TE, config.gating_function, sigmoid_epsilon=config.sigmoid_stability_epsilon
+        )
+        if config.random_expert_assignment:
+            return scores_TE * 0 + torch.rand_like(scores_TE)
+        return scores_TE
+
+    @torch.no_grad()
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        config = self.config
+        if config.uniform_expert_assignment:
+            return ops.uniform_assignment(
+                len(logits_TE), config.top_k, self.num_experts, logits_TE.device
+            )
+        selection_TE = logits_TE if config.gating_function == "topk_softmax" else scores_TE
+        if self.score_bias is not None:
+            selection_TE = selection_TE + self.score_bias
+        if config.quantize_scores:
+            selection_TE = ops.to_score_grid(selection_TE)
+        if config.n_group is not None and config.topk_group is not None:
+            selection_TE = ops.limit_to_groups(
+                selection_TE, num_groups=config.n_group, groups_kept=config.topk_group
+            )
+        return top_experts(selection_TE, config.top_k)
+
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        if self.config.gating_function == "topk_softmax":
+            chosen_TK = logits_TE.gather(-1, ids_TK).softmax(dim=-1)
+        else:
+            chosen_TK = scores_TE.gather(-1, ids_TK)
+        return ops.expert_weights(
+            chosen_TK, norm_p=self.config.normalize_expert_weights, scale=self.weight_scale
+        )
+
+    def _record(
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        ids_TK: Tensor,
+        valid_T: Tensor | None,
+        *,
+        num_sequences: int,
+    ) -> Routing:
+        if self.config.gating_function == "sigmoid":
+            tiny = torch.finfo(scores_TE.dtype).tiny
+            scores_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
+        num_tokens = torch.tensor(len(ids_TK), device=ids_TK.device)
+        if valid_T is not None:
+            num_tokens = valid_T.sum()
+            scores_TE = torch.where(valid_T[:, None], scores_TE, 0.0)
+            ids_TK = torch.where(valid_T[:, None], ids_TK, -1)
+        # Without a z-loss weight nobody consumes the gradient, and keeping it would keep the logits alive.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.config.z_loss_weight)):
+            logz_squared = router_z_loss(logits_TE, valid_T)
+        requested_E = ops.count_experts(ids_TK, self.num_experts)
+        by_sequence: dict[str, Tensor] = {}
+        if self.config.lb_loss_scope == "sequence":
+            by_sequence = _per_sequence(scores_TE, ids_TK, valid_T, num_sequences)
+        return Routing(
+            requested_E=requested_E,
+            kept_E=requested_E,
+            score_sums_E=scores_TE.sum(dim=0),
+            logz_squared=logz_squared,
+            num_tokens=num_tokens,
+            **by_sequence,
+        )
+
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "Router":  # not Self, which beartype can't check
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            wanted = torch.float32 if tensor is self.score_bias else at_least_float32(moved.dtype)
+            if moved.dtype == wanted or not moved.is_floating_point():
+                return moved
+            # The values come from the tensor itself: those that `fn` returned have been rounded already.
+            return (
+                moved.to(wanted) if tensor.is_meta else tensor.to(device=moved.device, dtype=wanted)
+            )
+
+        super()._apply(keep_wide, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        """Sizes and the gate, for `print(model)`."""
+        config = self.config
+        return f"experts={self.num_experts}, top_k={config.top_k}, gating={config.gating_function}"
+
+
+def _weight_scale(config: RouterConfig) -> float:
+    """top_k, then the free factor, then sqrt(original_top_k / top_k): each where it is asked for."""
+    scale = float(config.top_k) if config.restore_weight_scale else 1.0
+    if config.expert_weight_scale is not None:
+        scale *= config.expert_weight_scale
+    if config.original_top_k is not None:
+        scale *= math.sqrt(config.original_top_k / config.top_k)
+    return scale
+
+
+def _per_sequence(
+    scores_TE: Tensor, ids_TK: Tensor, valid_T: Tensor | None, num_sequences: int
+) -> dict[str, Tensor]:
+    num_experts = scores_TE.shape[1]
+    scores_BSE = scores_TE.unflatten(0, (num_sequences, -1))
+    ids_BN = ids_TK.reshape(num_sequences, -1)
+    offsets_B1 = torch.arange(num_sequences, device=ids_TK.device)[:, None] * num_experts
+    numbered = torch.where(ids_BN >= 0, ids_BN + offsets_B1, -1)
+    counts = ops.count_experts(numbered, num_sequences * num_experts)
+    if valid_T is None:
+        tokens_B = torch.full((num_sequences,), scores_BSE.shape[1], device=ids_TK.device)
+    else:
+        tokens_B = valid_T.unflatten(0, (num_sequences, -1)).sum(dim=1)
+    return {
+        "requested_BE": counts.unflatten(0, (num_sequences, num_experts)),
+        "score_sums_BE": scores_BSE.sum(dim=1),
+        "num_tokens_B": tokens_B,
+    }

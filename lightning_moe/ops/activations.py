@@ -1,0 +1,74 @@
+"""Activations between an expert's two matmuls."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_moe.ops.autograd import Context
+
+
+def swiglu(up_gate_RP: Float[Tensor, "R P"]) -> Float[Tensor, "R F"]:
+    """Product of `up` and silu(`gate`), where a row is [up; gate]. Keeps only its input for backward.
+
+    Source: GLU Variants Improve Transformer, arXiv:2002.05202.
+    """
+    hidden_RF: Tensor = _SwiGLU.apply(up_gate_RP)
+    return hidden_RF
+
+
+def relu2(up_RP: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
+    """Squared ReLU. Source: Primer, arXiv:2109.08668."""
+    return up_RP.relu().square()
+
+
+def gpt_oss_swiglu(
+    gate_up_RP: Float[Tensor, "R P"], *, alpha: float = 1.702, limit: float | None = None
+) -> Float[Tensor, "R F"]:
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate); a row interleaves gate (even) and up (odd).
+
+    With `limit`, gate is clamped above and up on both sides before use. Source: gpt-oss model card, OpenAI 2025.
+    """
+    gate_RF, up_RF = gate_up_RP[:, 0::2], gate_up_RP[:, 1::2]
+    if limit is not None:
+        gate_RF, up_RF = gate_RF.clamp(max=limit), up_RF.clamp(-limit, limit)
+    return (up_RF + 1) * gate_RF * torch.sigmoid(alpha * gate_RF)
+
+
+def activation_function(
+    name: Literal["swiglu", "relu2", "gpt_oss_swiglu"],
+    *,
+    alpha: float = 1.702,
+    limit: float | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """The function of that name; `alpha` and `limit` belong to gpt_oss_swiglu."""
+    if name == "gpt_oss_swiglu":
+        return partial(gpt_oss_swiglu, alpha=alpha, limit=limit)
+    return {"swiglu": swiglu, "relu2": relu2}[name]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """One saved tensor instead of three, and the gradient written in place into one buffer."""
+
+    @staticmethod
+    def forward(ctx: Context, up_gate_RP: Tensor) -> Tensor:
+        ctx.save_for_backward(up_gate_RP)
+        up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate_RF).mul_(up_RF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_RF: Tensor) -> Tensor:
+        (up_gate_RP,) = ctx.saved_tensors
+        up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
+        grad_RP = torch.empty_like(up_gate_RP)
+        grad_up_RF, grad_gate_RF = grad_RP.chunk(2, dim=-1)
+        buffer_RF = torch.nn.functional.silu(gate_RF)
+        torch.mul(grad_RF, buffer_RF, out=grad_up_RF)
+        torch.mul(grad_RF, up_RF, out=buffer_RF)
+        torch.ops.aten.silu_backward.grad_input(buffer_RF, gate_RF, grad_input=grad_gate_RF)
+        return grad_RP

@@ -1,0 +1,87 @@
+"""Matmul of consecutive groups of rows, each with its own matrix, behind one signature."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_moe.ops.autograd import Context
+
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# torch's grouped kernels read rows in 16-byte units.
+STRIDE_BYTES: Final = 16
+
+
+def loop_grouped_mm(
+    rows_RX: Float[Tensor, "R X"], weight_GXY: Float[Tensor, "G X Y"], counts_G: Int[Tensor, " G"]
+) -> Float[Tensor, "R Y"]:
+    """One matmul per group: the reference. Any float type and any width; syncs with the host on a GPU.
+
+    The first counts_G[0] rows meet weight_GXY[0], the next counts_G[1] rows weight_GXY[1] and so on; the counts
+    add up to R. A group without rows gets a zero gradient.
+    """
+    parts = rows_RX.split(counts_G.tolist())
+    return torch.cat([part @ weight_XY for part, weight_XY in zip(parts, weight_GXY, strict=True)])
+
+
+def torch_grouped_mm(
+    rows_RX: Float[Tensor, "R X"], weight_GXY: Float[Tensor, "G X Y"], counts_G: Int[Tensor, " G"]
+) -> Float[Tensor, "R Y"]:
+    """`torch.nn.functional.grouped_mm` with the contract of `loop_grouped_mm`; see `torch_grouped_mm_refusal`."""
+    ends_G = counts_G.cumsum(0).to(torch.int32)
+    rows_RY: Tensor = _TorchGroupedMatmul.apply(rows_RX, weight_GXY, ends_G)
+    return rows_RY
+
+
+def torch_grouped_mm_refusal(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
+    """Why `torch_grouped_mm` can't serve matrices of these widths in `dtype`, or None if it can."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"torch's grouped matmul has no {dtype} kernel"
+    multiple = STRIDE_BYTES // dtype.itemsize
+    if odd := [width for width in widths if width % multiple]:
+        return f"torch's grouped matmul needs widths that are multiples of {multiple} in {dtype}, not {odd[0]}"
+    return None
+
+
+class _TorchGroupedMatmul(torch.autograd.Function):
+    """torch's own backward refuses expanded gradients and has left garbage in the gradients of idle groups."""
+
+    @staticmethod
+    def forward(ctx: Context, rows_RX: Tensor, weight_GXY: Tensor, ends_G: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RX, weight_GXY, ends_G)
+        return torch.nn.functional.grouped_mm(rows_RX, weight_GXY, offs=ends_G)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_RY: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_RX, weight_GXY, ends_G = ctx.saved_tensors
+        grad_RY = grad_RY.contiguous()
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = torch.nn.functional.grouped_mm(
+                grad_RY, weight_GXY.transpose(1, 2), offs=ends_G
+            )
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_gradient(rows_RX, grad_RY, weight_GXY, ends_G)
+        return grad_rows, grad_weight, None
+
+
+def _weight_gradient(
+    rows_RX: Tensor, grad_RY: Tensor, weight_GXY: Tensor, ends_G: Tensor
+) -> Tensor:
+    """In the memory layout of the weight, so that optimizers and reducers see no strided gradient."""
+    if weight_GXY.is_contiguous():
+        grad_weight = torch.nn.functional.grouped_mm(rows_RX.t(), grad_RY, offs=ends_G)
+    else:
+        grad_weight = torch.nn.functional.grouped_mm(grad_RY.t(), rows_RX, offs=ends_G).transpose(
+            1, 2
+        )
+    if grad_weight.is_cuda:
+        # pytorch/pytorch#172439: on some GPUs a group without rows gets uninitialised memory.
+        idle_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
+        grad_weight = grad_weight.masked_fill(idle_G[:, None, None], 0.0)
+    return grad_weight

@@ -1,0 +1,91 @@
+"""Router arithmetic: scores, group limits, the choice of experts and the weights of the chosen ones.
+
+Source: Olmo-core 3 technical report (Ai2, 2026), routing section; group limits from DeepSeek-V3, arXiv:2412.19437.
+"""
+
+from typing import Final, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.ops.top_experts import top_experts
+
+SCORE_GRID: Final = 2.0**14
+
+
+def router_logits(
+    x_TD: Float[Tensor, "T D"],
+    weight_ED: Float[Tensor, "E D"],
+    bias_E: Float[Tensor, " E"] | None = None,
+) -> Float[Tensor, "T E"]:
+    """Logits in at least float32, whatever autocast says: bfloat16 would merge close experts into ties."""
+    dtype = at_least_float32(x_TD.dtype)
+    with torch.autocast(x_TD.device.type, enabled=False):
+        logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
+        return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
+
+
+def router_scores(
+    logits_TE: Float[Tensor, "T E"],
+    gating: Literal["softmax", "topk_softmax", "sigmoid"],
+    *,
+    sigmoid_epsilon: float = 1e-7,
+) -> Float[Tensor, "T E"]:
+    """Score of every expert: softmax over experts, or sigmoid plus an epsilon that keeps sums above zero."""
+    if gating == "sigmoid":
+        return logits_TE.sigmoid() + sigmoid_epsilon
+    return logits_TE.softmax(dim=-1)
+
+
+def limit_to_groups(
+    selection_TE: Float[Tensor, "T E"], *, num_groups: int, groups_kept: int
+) -> Float[Tensor, "T E"]:
+    """Selection scores with -inf outside the best groups of experts.
+
+    Experts form `num_groups` equal runs of consecutive ids. A group's score is the sum of its two best experts.
+    """
+    grouped: Tensor = selection_TE.unflatten(-1, (num_groups, -1))
+    best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values
+    kept_groups = top_experts(best_two.sum(dim=-1), groups_kept)
+    dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=grouped.device).scatter_(
+        -1, kept_groups, False
+    )
+    return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def to_score_grid(selection_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
+    """Scores rounded to multiples of 2^-14, so that last-bit noise becomes a tie, which lowest index settles."""
+    return (selection_TE * SCORE_GRID).round() / SCORE_GRID
+
+
+def uniform_assignment(
+    num_tokens: int, top_k: int, num_experts: int, device: torch.device
+) -> Int[Tensor, "T K"]:
+    """Round robin for benchmarks: token t gets experts t*K .. t*K + K-1, modulo the number of experts."""
+    copies_N = torch.arange(num_tokens * top_k, device=device)
+    return (copies_N % num_experts).view(num_tokens, top_k)
+
+
+def expert_weights(
+    chosen_TK: Float[Tensor, "T K"],
+    *,
+    norm_p: float | None = None,
+    scale: float = 1.0,
+) -> Float[Tensor, "T K"]:
+    """Weights of the chosen experts: divided by their p-norm (no epsilon) if asked, then scaled."""
+    if norm_p is not None:
+        chosen_TK = chosen_TK / torch.linalg.vector_norm(
+            chosen_TK, ord=norm_p, dim=-1, keepdim=True
+        )
+    return chosen_TK if scale == 1.0 else chosen_TK * scale
+
+
+def count_experts(ids_TK: Int[Tensor, "T K"], num_experts: int) -> Int[Tensor, " E"]:
+    """How many of the ids name each expert (int64). Ids outside the range, such as -1, count nowhere.
+
+    A search in the sorted ids: unlike a histogram it is exact, deterministic and free of host syncs everywhere.
+    """
+    edges = torch.arange(num_experts + 1, device=ids_TK.device)
+    return torch.searchsorted(ids_TK.flatten().sort().values, edges).diff()
