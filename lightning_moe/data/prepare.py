@@ -1,0 +1,248 @@
+"""Turn text into a token file, in parallel, so that nothing half-written ever has its name."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from multiprocessing import get_all_start_methods, get_context
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+import numpy as np
+
+from lightning_moe.config.data import TOKEN_SUFFIXES
+from lightning_moe.data.corpus import Document, embedded_documents, text_documents
+from lightning_moe.data.sidecar import Sidecar, sidecar_path
+from lightning_moe.data.tokenizers import Tokenizer, load_tokenizer
+from lightning_moe.data.tokens import IdArray
+
+Progress = Callable[[int, int], None]
+
+_CHUNK_BYTES: Final = 1 << 20
+_CHUNKS_IN_FLIGHT_PER_WORKER: Final = 4
+_NPY_HEADER_BYTES: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Documents to encode in one go, and how."""
+
+    documents: list[Document]
+    tokenizer: str
+    eos_token: str | None
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """The ids of a job."""
+
+    ids: IdArray
+    num_documents: int
+    num_bytes: int
+
+
+def prepare_tokens(  # noqa: PLR0913 - the options of a command
+    sources: Sequence[str],
+    output: str | Path,
+    *,
+    tokenizer: str = "byte",
+    eos_token: str | None = None,
+    dtype: Literal["auto", "uint16", "uint32"] = "auto",
+    num_workers: int = 1,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Sidecar:
+    """Write the tokens of text files to one token file, with a sidecar `<output>.json`.
+
+    The file is the same for any `num_workers`. It is written under another name in the same folder
+    and renamed when it is complete.
+
+    Args:
+        sources: text files or globs, one document per file; none takes the embedded corpus.
+        output: a `.bin` or `.npy` file.
+        tokenizer: `byte`, or the path of a Hugging Face `tokenizer.json`.
+        eos_token: the text of the token that ends a document; needed with a `tokenizer.json`.
+        dtype: numbers of the file; `auto` takes uint16 where the vocabulary fits.
+        num_workers: processes that encode; 1 encodes in this one.
+        overwrite: whether an existing file may be replaced.
+        progress: called with the documents done and their total after each piece of work.
+
+    Returns:
+        What the sidecar says.
+
+    Raises:
+        FileExistsError: if there is such a file already.
+        FileNotFoundError: if a source does not exist.
+        ImportError: if a `tokenizer.json` needs the package `tokenizers`.
+        ValueError: if an option is wrong, or sources hold no text.
+    """
+    output = Path(output)
+    _check_output(output, overwrite=overwrite)
+    if num_workers < 1:
+        raise ValueError(f"num_workers={num_workers} must be at least 1")
+    loaded = load_tokenizer(tokenizer, eos_token)
+    dtype_name = _choose_dtype(dtype, loaded.vocab_size)
+    documents = text_documents(sources, option="sources")[0] if sources else embedded_documents()
+    jobs = (_Job(chunk, tokenizer, eos_token, dtype_name) for chunk in _chunks(documents))
+    with _complete_or_absent(output) as file:
+        results = _run(jobs, loaded, num_workers)
+        totals = _write(file, results, len(documents), progress)
+        if output.suffix == ".npy":
+            _write_npy_header(file, totals.num_tokens, dtype_name)
+        sidecar = Sidecar(
+            dtype=dtype_name,
+            vocab_size=loaded.vocab_size,
+            eos_id=loaded.eos_id,
+            num_tokens=totals.num_tokens,
+            num_documents=len(documents),
+            num_bytes=totals.num_bytes,
+            tokenizer=loaded.name,
+            max_token_id=totals.max_token_id,
+        )
+        # First the sidecar: a token file without one could be read with the wrong numbers.
+        with _complete_or_absent(sidecar_path(output)) as sidecar_file:
+            sidecar_file.write(sidecar.to_json().encode())
+    return sidecar
+
+
+@contextmanager
+def progress_bar(description: str = "tokens") -> Iterator[Progress]:
+    """A bar in the terminal, as a `progress` callback."""
+    from rich.progress import Progress as Bar  # noqa: PLC0415 - only where a bar is shown
+
+    with Bar() as bar:
+        task = bar.add_task(description)
+
+        def update(num_done: int, num_documents: int) -> None:
+            bar.update(task, completed=num_done, total=num_documents)
+
+        yield update
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    if output.suffix not in TOKEN_SUFFIXES:
+        raise ValueError(f"output={str(output)!r} must end in {' or '.join(TOKEN_SUFFIXES)}")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"output={str(output)!r}: there is no folder {output.parent}")
+    for path in (output, sidecar_path(output)):
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists; pass overwrite=True or choose another output")
+
+
+def _choose_dtype(dtype: str, vocab_size: int) -> str:
+    needed = "uint16" if vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32"
+    if dtype == "auto":
+        return needed
+    if dtype not in ("uint16", "uint32"):
+        raise ValueError(f"dtype={dtype!r} must be one of auto, uint16, uint32")
+    if dtype == "uint16" and needed == "uint32":
+        raise ValueError(f"dtype=uint16 can't hold {vocab_size} ids; choose dtype=auto or uint32")
+    return dtype
+
+
+def _chunks(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """Documents in their order, in groups of about a megabyte."""
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += document.num_bytes()
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _run(jobs: Iterator[_Job], tokenizer: Tokenizer, num_workers: int) -> Iterator[_Encoded]:
+    """Results in the order of the jobs; only a few jobs are ahead of the reader."""
+    if num_workers == 1:
+        for job in jobs:
+            yield _encode(job, tokenizer)
+        return
+    # A forked copy of a process in which threads run can hang, so no plain fork.
+    method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+    with ProcessPoolExecutor(num_workers, mp_context=get_context(method)) as pool:
+        ahead: deque[Future[_Encoded]] = deque()
+        try:
+            for job in jobs:
+                ahead.append(pool.submit(_encode_in_worker, job))
+                if len(ahead) >= num_workers * _CHUNKS_IN_FLIGHT_PER_WORKER:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def _encode_in_worker(job: _Job) -> _Encoded:
+    return _encode(job, load_tokenizer(job.tokenizer, job.eos_token))
+
+
+def _encode(job: _Job, tokenizer: Tokenizer) -> _Encoded:
+    eos = np.array([tokenizer.eos_id], dtype=job.dtype)
+    runs: list[IdArray] = []
+    num_bytes = 0
+    for document in job.documents:
+        text = document.read()
+        num_bytes += len(text)
+        runs += [tokenizer.encode(text).astype(job.dtype), eos]
+    return _Encoded(np.concatenate(runs), len(job.documents), num_bytes)
+
+
+@dataclass(slots=True)
+class _Totals:
+    num_tokens: int = 0
+    num_bytes: int = 0
+    max_token_id: int = 0
+
+
+def _write(
+    file: BinaryIO, results: Iterator[_Encoded], num_documents: int, progress: Progress | None
+) -> _Totals:
+    totals = _Totals()
+    num_done = 0
+    for result in results:
+        file.write(result.ids.tobytes())
+        totals.num_tokens += len(result.ids)
+        totals.num_bytes += result.num_bytes
+        totals.max_token_id = max(totals.max_token_id, int(result.ids.max()))
+        num_done += result.num_documents
+        if progress is not None:
+            progress(num_done, num_documents)
+    return totals
+
+
+def _write_npy_header(file: BinaryIO, num_tokens: int, dtype: str) -> None:
+    """Fill the room that was left at the start of the file."""
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header,
+        {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (num_tokens,)},
+    )
+    # numpy pads a header for one dimension of up to 21 digits to this size.
+    assert header.tell() == _NPY_HEADER_BYTES
+    file.seek(0)
+    file.write(header.getvalue())
+
+
+@contextmanager
+def _complete_or_absent(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that gets its name `path` only if nothing fails; else it is removed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            if path.suffix == ".npy":
+                file.write(bytes(_NPY_HEADER_BYTES))
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
