@@ -1,0 +1,78 @@
+"""Steps with NaN or infinite gradients change nothing, are counted, and end training when they don't stop."""
+
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_moe.optim import close_window
+
+
+class NonFiniteGuard(L.Callback):
+    """Logs the gradient norm before clipping, and skips steps where it isn't finite.
+
+    A skipped step leaves weights and moments as they are; schedule and step count go on. `MoEModule` adds this
+    callback by itself.
+
+    Args:
+        max_in_a_row: that many skipped steps in a row are borne; one more raises.
+
+    Raises:
+        RuntimeError: when more steps in a row than that were skipped.
+    """
+
+    def __init__(self, max_in_a_row: int = 10) -> None:
+        if max_in_a_row < 0:
+            raise ValueError(f"max_in_a_row={max_in_a_row} must be at least 0")
+        self.max_in_a_row = max_in_a_row
+        self.num_skipped = 0
+        self._in_a_row = 0
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Gradients are final here: accumulated, reduced, divided by tokens, not yet clipped."""
+        close_window(pl_module)
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        pl_module.log("train/grad_norm", norm)
+        if norm.isfinite():
+            self._in_a_row = 0
+        else:
+            self._skip(trainer, pl_module, optimizer, norm.item())
+        pl_module.log("train/skipped_steps", float(self.num_skipped))
+
+    def _skip(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        optimizer: torch.optim.Optimizer,
+        norm: float,
+    ) -> None:
+        self.num_skipped += 1
+        self._in_a_row += 1
+        # An optimizer passes over parameters without a gradient: no update, no decay, no change of moments.
+        optimizer.zero_grad(set_to_none=True)
+        if self._in_a_row > self.max_in_a_row:
+            names = [name for name, p in pl_module.named_parameters() if not p.isfinite().all()]
+            weights = (
+                f"non-finite weights: {', '.join(names[:5])}" if names else "all weights are finite"
+            )
+            raise RuntimeError(
+                f"{self._in_a_row} steps in a row had non-finite gradients (norm {norm} at step "
+                f"{trainer.global_step}; {weights}); more than optim.max_skipped_steps={self.max_in_a_row}. "
+                "Lower optim.lr, warm up longer, set trainer.gradient_clip_val, or look at the data of these steps"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of skipped steps."""
+        return {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the count."""
+        self.num_skipped, self._in_a_row = state_dict["num_skipped"], state_dict["in_a_row"]

@@ -1,0 +1,37 @@
+"""What callbacks that watch routing have in common: the layers, and the counts of the step just done."""
+
+import lightning as L
+
+from lightning_moe.nn import MoE
+from lightning_moe.optim import StepStatistics, close_window
+
+
+def moe_layers(module: L.LightningModule, asked_by: str) -> list[MoE]:
+    """The MoE layers of `module`, in the order of its records.
+
+    Raises:
+        ValueError: if there are none, since whoever asked would silently do nothing.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    if not layers:
+        raise ValueError(
+            f"{asked_by} found no MoE layer in {type(module).__name__}; remove the callback"
+        )
+    return layers
+
+
+def step_statistics(module: L.LightningModule, layers: list[MoE], asked_by: str) -> StepStatistics:
+    """Statistics of the optimizer step in progress, once its last backward is done.
+
+    Raises:
+        RuntimeError: if the module's `training_step` hands no records, or not one per layer, to a `StepWindow`.
+    """
+    statistics = close_window(module)
+    if statistics is None or len(statistics.requested) != len(layers):
+        found = 0 if statistics is None else len(statistics.requested)
+        raise RuntimeError(
+            f"{asked_by} needs one routing record per MoE layer of {type(module).__name__}: {len(layers)} layers, "
+            f"{found} records; create `self.window = StepWindow()` in the module and call "
+            "`self.window.record([...])`, or `self.window.add(...)`, in training_step"
+        )
+    return statistics

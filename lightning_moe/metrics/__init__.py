@@ -1,0 +1,5 @@
+"""torchmetrics for language models with experts."""
+
+from lightning_moe.metrics.token_mean import TokenMean
+
+__all__ = ["TokenMean"]

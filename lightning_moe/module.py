@@ -1,0 +1,262 @@
+"""The LightningModule around the MoE transformer."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from jaxtyping import Float, Int
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
+from lightning_moe.config import OptimConfig, TransformerConfig, from_mapping, to_mapping
+from lightning_moe.data import TokenBatch
+from lightning_moe.metrics import TokenMean
+from lightning_moe.nn import MoE, MoETransformer, Routing
+from lightning_moe.nn.init import draw_seed
+from lightning_moe.nn.router_losses import router_losses
+from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
+from lightning_moe.optim import StepWindow, build_optimizer, close_window, learning_rate_factor
+
+
+class MoEModule(L.LightningModule):
+    """Trains an MoE transformer on batches of tokens (`TokenBatch`).
+
+    Cross-entropy and auxiliary losses are summed over tokens and divided once per optimizer step by all its tokens:
+    gradients don't depend on accumulation, ranks or padding (`optim.StepWindow`). Logged per optimizer step:
+    `train/loss train/ce train/balance_loss train/z_loss train/lr train/tokens_per_second`, by its callbacks
+    `train/grad_norm train/skipped_steps train/load_max_over_mean`; per validation `val/ce val/bits_per_byte`.
+    `balance_loss` and `z_loss` are means over layers without weights. All losses are in nats.
+
+    Args:
+        config: the model, or its mapping.
+        optim: optimizer and schedule, or its mapping.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig | Mapping[str, object],
+        optim: OptimConfig | Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = (
+            config
+            if isinstance(config, TransformerConfig)
+            else from_mapping(TransformerConfig, config)
+        )
+        optim = OptimConfig() if optim is None else optim
+        self.optim = (
+            optim if isinstance(optim, OptimConfig) else from_mapping(OptimConfig, optim, "optim")
+        )
+        self.save_hyperparameters(
+            {"config": to_mapping(self.config), "optim": to_mapping(self.optim)}
+        )
+        self.model = MoETransformer(self.config)
+        self.window = StepWindow()
+        self.val_ce, self.test_ce = TokenMean(), TokenMean()
+        self._has_nominal_tokens = False
+        self._tokens_seen = torch.zeros((), dtype=torch.int64)
+        self._noise_seed = draw_seed()
+        self._opened_at = 0
+        self._step_started = 0.0
+
+    def forward(
+        self, ids_BS: Int[Tensor, "B S"], document_ids_BS: Int[Tensor, "B S"] | None = None
+    ) -> tuple[Float[Tensor, "B S V"], list[Routing]]:
+        """Logits of the next token at every position, and one routing record per MoE layer."""
+        logits_BSV, records = self.model(ids_BS, document_ids_BS=document_ids_BS)
+        return logits_BSV, records
+
+    # ---- steps -----------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Float[Tensor, ""]:
+        """Sum of all losses over the labelled tokens, divided by a constant; see `optim.StepWindow`."""
+        self._open_window(batch)
+        with self._noise_of_this_batch():
+            head, records, num_tokens = self._losses(batch)
+        total = head.total
+        sums = {"ce": head.cross_entropy}
+        if records:
+            auxiliary = router_losses(self.moe_layers, records)
+            total = total + auxiliary.total
+            sums |= {"balance_loss": auxiliary.balance, "z_loss": auxiliary.z}
+        return self.window.add(total, num_tokens, records, {"loss": total, **sums})
+
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        """Add to the validation loss."""
+        head, _, num_tokens = self._losses(batch)
+        self.val_ce.update(head.cross_entropy, num_tokens)
+
+    def test_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        """Add to the test loss."""
+        head, _, num_tokens = self._losses(batch)
+        self.test_ce.update(head.cross_entropy, num_tokens)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val/ce` and, where the data knows its bytes, `val/bits_per_byte`."""
+        self._log_evaluation("val", self.val_ce)
+
+    def on_test_epoch_end(self) -> None:
+        """Log `test/ce` and, where the data knows its bytes, `test/bits_per_byte`."""
+        self._log_evaluation("test", self.test_ce)
+
+    def _losses(self, batch: TokenBatch) -> tuple[ChunkedLoss, list[Routing], Tensor]:
+        if not isinstance(batch, TokenBatch):
+            raise TypeError(
+                f"MoEModule needs batches of type TokenBatch, got {type(batch).__name__}"
+            )
+        valid_BS = batch.labels_BS != IGNORE_INDEX
+        hidden_BSD, records = self.model.features(
+            batch.ids_BS, valid_BS=valid_BS, document_ids_BS=batch.document_ids_BS
+        )
+        head = chunked_cross_entropy(
+            hidden_BSD.flatten(0, 1),
+            self.model.head_weight,
+            batch.labels_BS.flatten(),
+            z_weight=self.config.lm_z_loss_weight or 0.0,
+        )
+        return head, records, valid_BS.sum()
+
+    def _log_evaluation(self, prefix: str, metric: TokenMean) -> None:
+        nats = metric.compute()
+        metric.reset()
+        self.log(f"{prefix}/ce", nats, prog_bar=True)
+        bytes_per_token = getattr(
+            getattr(self.trainer, "datamodule", None), "val_bytes_per_token", None
+        )
+        if bytes_per_token:
+            self.log(f"{prefix}/bits_per_byte", nats / math.log(2) / bytes_per_token, prog_bar=True)
+
+    @property
+    def moe_layers(self) -> list[MoE]:
+        """The MoE layers, in the order of their records."""
+        return [layer for layer in self.model.modules() if isinstance(layer, MoE)]
+
+    # ---- one optimizer step ----------------------------------------------------------------------------------
+
+    def _open_window(self, batch: TokenBatch) -> None:
+        if not self._has_nominal_tokens:
+            size = torch.tensor(batch.labels_BS.numel(), device=self.device)
+            self.window.nominal_tokens = int(
+                self.trainer.strategy.reduce(size, reduce_op="max").item()
+            )
+            self._has_nominal_tokens = True
+        if not self.window.is_open:
+            self._opened_at = self.trainer.global_step
+        elif self._opened_at != self.trainer.global_step:
+            raise RuntimeError(
+                "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
+                "overridden without calling super().optimizer_step; call it"
+            )
+
+    @contextmanager
+    def _noise_of_this_batch(self) -> Iterator[None]:
+        """Router jitter and the like depend on seed, batch number and rank only, so that a resumed run repeats them.
+
+        Restoring a saved generator would not do: validation and data loaders draw from it as well.
+        """
+        key = f"{self._noise_seed}/{self.trainer.fit_loop.total_batch_idx}/{self.global_rank}"
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,  # noqa: ANN401 - Lightning's signature
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Divide the gradients by the step's tokens right after the last backward, before callbacks and clipping."""
+
+        def closure() -> Any:  # noqa: ANN401 - whatever Lightning's closure returns
+            result = optimizer_closure() if optimizer_closure is not None else None
+            close_window(self)
+            return result
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the step, from sums over all its micro-batches and ranks."""
+        statistics = close_window(self)
+        if statistics is None:
+            return
+        self._tokens_seen = self._tokens_seen.to(self.device) + statistics.num_tokens
+        now = time.perf_counter()
+        means = {f"train/{name}": value for name, value in statistics.means().items()}
+        self.log("train/loss", means.pop("train/loss"), prog_bar=True)
+        self.log(
+            "train/tokens_per_second",
+            statistics.num_tokens / (now - self._step_started),
+            prog_bar=True,
+        )
+        self.log_dict({**means, "train/lr": optimizer.param_groups[0]["lr"]})
+        self._step_started = now
+
+    def on_train_start(self) -> None:
+        """Forget what an earlier, interrupted fit left open; start the clock."""
+        self.window.reset()
+        self._step_started = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Validation is no part of a step's time."""
+        self._step_started = time.perf_counter()
+
+    # ---- set-up ----------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW with groups by role, and the schedule of `optim`."""
+        optimizer = build_optimizer(self.model, self.optim)
+        scheduler = LambdaLR(optimizer, self._learning_rate_factor(self._total_of_schedule()))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _total_of_schedule(self) -> int | None:
+        if self.optim.schedule == "constant" or self.optim.total is not None:
+            return self.optim.total
+        steps = self.trainer.estimated_stepping_batches
+        return None if math.isinf(steps) else int(steps)
+
+    def _learning_rate_factor(self, total: int | None) -> Callable[[int], float]:
+        def factor(steps: int) -> float:
+            done = steps if self.optim.unit == "steps" else int(self._tokens_seen.item())
+            return learning_rate_factor(self.optim, done, total)
+
+        return factor
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Bias correction, load logging and the guard against non-finite steps, unless the Trainer has its own."""
+        wanted: list[L.Callback] = [NonFiniteGuard(self.optim.max_skipped_steps)]
+        if layers := self.moe_layers:
+            wanted.append(ExpertLoadMonitor(heat_map=False))
+            if any(layer.config.router.bias_gamma is not None for layer in layers):
+                wanted.append(RouterBiasCorrection())
+        given = {type(callback) for callback in getattr(self.trainer, "callbacks", [])}
+        return [callback for callback in wanted if type(callback) not in given]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what a resumed run needs to go on exactly."""
+        checkpoint["lightning_moe"] = {
+            "nominal_tokens": self.window.nominal_tokens if self._has_nominal_tokens else None,
+            "tokens_seen": int(self._tokens_seen.item()),
+            "noise_seed": self._noise_seed,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it back."""
+        saved = checkpoint.get("lightning_moe")
+        if saved is not None:
+            self._has_nominal_tokens = saved["nominal_tokens"] is not None
+            self.window.nominal_tokens = saved["nominal_tokens"] or 1
+            self._tokens_seen = torch.tensor(saved["tokens_seen"])
+            self._noise_seed = saved["noise_seed"]

@@ -1,0 +1,14 @@
+"""Parameter groups by role, learning-rate schedules, and the sums of one optimizer step."""
+
+from lightning_moe.optim.groups import build_optimizer, parameter_groups
+from lightning_moe.optim.schedules import learning_rate_factor
+from lightning_moe.optim.step_window import StepStatistics, StepWindow, close_window
+
+__all__ = [
+    "StepStatistics",
+    "StepWindow",
+    "build_optimizer",
+    "close_window",
+    "learning_rate_factor",
+    "parameter_groups",
+]

@@ -1,0 +1,199 @@
+"""The micro-batches of one optimizer step: what they add up to, and the one division by their tokens."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import lightning as L
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_moe.ops.records import Routing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStatistics:
+    """One optimizer step, summed over its micro-batches and all ranks.
+
+    Attributes:
+        num_tokens: valid tokens (int64).
+        requested: per MoE layer, token copies asked of each expert (int64).
+        sums: the named sums given to `StepWindow.add` (float64); divide by `num_tokens` for means.
+    """
+
+    num_tokens: Int[Tensor, ""]
+    requested: tuple[Int[Tensor, " E"], ...]
+    sums: dict[str, Float[Tensor, ""]]
+
+    def means(self) -> dict[str, Tensor]:
+        """The sums per token; 0 for a step without valid tokens."""
+        return {name: value / self.num_tokens.clamp(min=1) for name, value in self.sums.items()}
+
+
+class StepWindow:
+    """Collects the micro-batches of one optimizer step outside of every recomputed region.
+
+    `training_step` returns `window.add(loss_sum, num_tokens, records)`, a loss divided by a constant only. Before
+    clipping and the step, `close_window` divides all gradients once, by the tokens of the whole step: the
+    gradient is that of one big batch, whatever the accumulation, the number of ranks and the padding.
+    A module that returns its own mean loss calls `record(records)` instead and its gradients are left alone.
+
+    Attributes:
+        nominal_tokens: the constant, equal on all ranks; tokens of a full micro-batch keep losses near their mean.
+        last: statistics of the last closed step.
+    """
+
+    def __init__(self, nominal_tokens: int = 1) -> None:
+        if nominal_tokens < 1:
+            raise ValueError(f"nominal_tokens={nominal_tokens} must be at least 1")
+        self.nominal_tokens = nominal_tokens
+        self.last: StepStatistics | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the open step, e.g. one that an exception or the end of training cut short."""
+        self._num_losses = 0
+        self._num_records = 0
+        self._num_tokens: Tensor | None = None
+        self._requested: list[Tensor] = []
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything was added since the last close."""
+        return self._num_losses + self._num_records > 0
+
+    def add(
+        self,
+        loss_sum: Float[Tensor, ""],
+        num_tokens: Int[Tensor, ""],
+        records: Sequence[Routing] = (),
+        sums: Mapping[str, Tensor] | None = None,
+    ) -> Float[Tensor, ""]:
+        """The loss for `training_step` to return.
+
+        Args:
+            loss_sum: sum over the valid tokens of this micro-batch.
+            num_tokens: how many those are; 0 is fine.
+            records: one per MoE layer, in the order of `module.modules()`.
+            sums: further sums over the same tokens, to be logged as means.
+        """
+        self._num_losses += 1
+        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+        for name, value in (sums or {}).items():
+            wide = value.detach().to(torch.float64)
+            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
+        self._count(records)
+        return loss_sum / self.nominal_tokens
+
+    def record(self, records: Sequence[Routing]) -> None:
+        """Count the routing of a micro-batch whose loss is the module's own affair."""
+        num_tokens = records[0].num_tokens if records else None
+        if num_tokens is not None:
+            self._num_tokens = (
+                num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+            )
+        self._num_records += 1
+        self._count(records)
+
+    def _count(self, records: Sequence[Routing]) -> None:
+        requested = [record.requested_E for record in records]
+        if not self._requested:
+            self._requested = requested
+            return
+        if len(requested) != len(self._requested):
+            raise ValueError(
+                f"{len(requested)} routing records after {len(self._requested)} in the same optimizer step; "
+                "pass one per MoE layer each time, in the same order"
+            )
+        self._requested = [
+            total + counts for total, counts in zip(self._requested, requested, strict=True)
+        ]
+
+    def close(
+        self,
+        *,
+        all_reduce_sum: Callable[[Tensor], Tensor],
+        num_ranks: int,
+        accumulate: int,
+        gradients: Iterable[Tensor],
+    ) -> StepStatistics | None:
+        """End the step: one reduction of all sums, and one division of the gradients in place.
+
+        Does nothing when nothing is open, so it may be called from several places.
+
+        Args:
+            all_reduce_sum: sum of a tensor over the ranks that share the loss.
+            num_ranks: ranks over which the gradients were averaged.
+            accumulate: the number by which the trainer divided each loss.
+            gradients: what the optimizer will read, already reduced over ranks.
+        """
+        if not self.is_open:
+            return self.last
+        # By what was called, not by the tokens seen: every rank must take the same branch.
+        scale_gradients = self._num_losses > 0
+        statistics = self._reduced(all_reduce_sum)
+        if scale_gradients:
+            factor = (
+                accumulate
+                * num_ranks
+                * self.nominal_tokens
+                / statistics.num_tokens.clamp(min=1).double()
+            )
+            _scale_(gradients, factor)
+        self.reset()
+        self.last = statistics
+        return statistics
+
+    def _reduced(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> StepStatistics:
+        """Everything in one message; float64 holds counts exactly up to 2^53."""
+        num_tokens = (
+            self._num_tokens if self._num_tokens is not None else torch.zeros((), dtype=torch.int64)
+        )
+        names = sorted(self._sums)
+        parts = [
+            num_tokens.view(1),
+            *self._requested,
+            *(self._sums[name].view(1) for name in names),
+        ]
+        sizes = [part.numel() for part in parts]
+        total = all_reduce_sum(torch.cat([part.to(torch.float64) for part in parts]))
+        tokens, *rest = total.split(sizes)
+        counts, sums = rest[: len(self._requested)], rest[len(self._requested) :]
+        return StepStatistics(
+            num_tokens=tokens.squeeze(0).to(torch.int64),
+            requested=tuple(count.to(torch.int64) for count in counts),
+            sums={name: value.squeeze(0) for name, value in zip(names, sums, strict=True)},
+        )
+
+
+def _scale_(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in by_kind.items():
+        torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
+
+
+def close_window(module: L.LightningModule) -> StepStatistics | None:
+    """Close the step of `module.window`, if it has one and it is open, and give its statistics.
+
+    Called by `MoEModule.optimizer_step` and by every callback that reads the statistics, whichever comes first.
+
+    Raises:
+        TypeError: if `module.window` exists and isn't a `StepWindow`.
+    """
+    window = getattr(module, "window", None)
+    if window is None:
+        return None
+    if not isinstance(window, StepWindow):
+        raise TypeError(
+            f"{type(module).__name__}.window must be a lightning_moe.StepWindow, not {type(window)}"
+        )
+    trainer = module.trainer
+    return window.close(
+        all_reduce_sum=lambda tensor: trainer.strategy.reduce(tensor, reduce_op="sum"),
+        num_ranks=trainer.world_size,
+        accumulate=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
+        gradients=(p.grad for p in module.parameters() if p.grad is not None),
+    )
