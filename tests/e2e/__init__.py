@@ -1,0 +1,1 @@
+"""See tests/conftest.py for what a tier is."""
