@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -30,7 +31,7 @@ class TokenDataModule(L.LightningDataModule):
         self.config = DataConfig() if config is None else config
 
     @classmethod
-    def from_text(cls, *paths: str, **options: Any) -> "TokenDataModule":  # noqa: ANN401 - any field
+    def from_text(cls, *paths: str | Path, **options: Any) -> "TokenDataModule":  # noqa: ANN401 - any field
         """Read text files or globs, byte by byte.
 
         Args:
@@ -48,7 +49,7 @@ class TokenDataModule(L.LightningDataModule):
         return cls(config)
 
     @classmethod
-    def from_tokens(cls, *paths: str, **options: Any) -> "TokenDataModule":  # noqa: ANN401 - any field
+    def from_tokens(cls, *paths: str | Path, **options: Any) -> "TokenDataModule":  # noqa: ANN401 - any field
         """Read token files (.npy, .bin) or globs of them.
 
         Args:
@@ -152,16 +153,19 @@ class TokenDataModule(L.LightningDataModule):
 
     @property
     def _order(self) -> RowOrder:
+        # The strategy knows which ranks get different data; one device has nothing to say.
+        ranks = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        ranks = ranks or {"num_replicas": 1, "rank": 0}
         return RowOrder(
             batch_size=self.config.batch_size,
-            world_size=1 if self.trainer is None else self.trainer.world_size,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
+            world_size=ranks["num_replicas"],
+            rank=ranks["rank"],
             shuffle=self.config.shuffle,
             seed=self.config.seed,
         )
 
     def _loader(
-        self, dataset: WindowDataset, order: RowOrder, *, limit_batches: float = 1.0
+        self, dataset: WindowDataset, order: RowOrder, *, limit_batches: int | float = 1.0
     ) -> ResumableDataLoader:
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return ResumableDataLoader(
@@ -173,7 +177,7 @@ class TokenDataModule(L.LightningDataModule):
         )
 
 
-def _config(paths: tuple[str, ...], options: dict[str, Any], method: str) -> DataConfig:
+def _config(paths: tuple[str | Path, ...], options: dict[str, Any], method: str) -> DataConfig:
     if not paths:
         raise ValueError(
             f"TokenDataModule.{method} needs a path; TokenDataModule() reads the embedded corpus"

@@ -46,7 +46,7 @@ class _Encoded:
 
 
 def prepare_tokens(  # noqa: PLR0913 - the options of a command
-    sources: Sequence[str],
+    sources: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     tokenizer: str = "byte",
@@ -62,7 +62,8 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
     and renamed when it is complete.
 
     Args:
-        sources: text files or globs, one document per file; none takes the embedded corpus.
+        sources: one or several text files or globs, one document per file; an empty sequence takes
+            the embedded corpus.
         output: a `.bin` or `.npy` file.
         tokenizer: `byte`, or the path of a Hugging Face `tokenizer.json`.
         eos_token: the text of the token that ends a document; needed with a `tokenizer.json`.
@@ -86,7 +87,7 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
         raise ValueError(f"num_workers={num_workers} must be at least 1")
     loaded = load_tokenizer(tokenizer, eos_token)
     dtype_name = _choose_dtype(dtype, loaded.vocab_size)
-    documents = text_documents(sources, option="sources")[0] if sources else embedded_documents()
+    documents = _documents(sources)
     jobs = (_Job(chunk, tokenizer, eos_token, dtype_name) for chunk in _chunks(documents))
     with _complete_or_absent(output) as file:
         results = _run(jobs, loaded, num_workers)
@@ -121,6 +122,13 @@ def progress_bar(description: str = "tokens") -> Iterator[Progress]:
             bar.update(task, completed=num_done, total=num_documents)
 
         yield update
+
+
+def _documents(sources: str | Path | Sequence[str | Path]) -> list[Document]:
+    patterns = [sources] if isinstance(sources, str | Path) else sources
+    if not patterns:
+        return embedded_documents()
+    return text_documents([str(pattern) for pattern in patterns], option="sources")[0]
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:

@@ -161,7 +161,7 @@ class ResumableDataLoader(DataLoader[TokenRow]):
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
-        limit_batches: float = 1.0,
+        limit_batches: int | float = 1.0,
         shuffle: bool | None = None,
         sampler: Sampler[int] | None = None,
         batch_sampler: None = None,
@@ -254,6 +254,6 @@ class ResumableDataLoader(DataLoader[TokenRow]):
                 )
 
 
-def _limited(num_batches: int, limit: float) -> int:
+def _limited(num_batches: int, limit: int | float) -> int:
     """Batches of an epoch as the Trainer counts them: an int is a number, a float a share."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_moe.config import AttentionConfig
+from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.ops.attention import AttentionFunction, AttentionMask, sdpa_attention
 from lightning_moe.ops.rope import apply_rope
 
@@ -43,12 +44,10 @@ class Attention(nn.Module):
         self.norm_each_head = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
         if config.qk_norm is not None:
-            self.q_norm = nn.RMSNorm(
+            self.q_norm = RMSNorm(
                 self.head_dim if self.norm_each_head else query_width, eps=norm_eps
             )
-            self.k_norm = nn.RMSNorm(
-                self.head_dim if self.norm_each_head else kv_width, eps=norm_eps
-            )
+            self.k_norm = RMSNorm(self.head_dim if self.norm_each_head else kv_width, eps=norm_eps)
         self.attend = ATTENTION_BACKENDS[config.backend]
 
     def forward(

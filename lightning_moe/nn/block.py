@@ -9,6 +9,7 @@ from lightning_moe.config import LayerSpec, MoEConfig
 from lightning_moe.nn.attention import Attention, AttentionContext
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.moe import MoE
+from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.ops.records import Routing
 
 
@@ -31,7 +32,7 @@ class Block(nn.Module):
         super().__init__()
 
         def norm(placed: bool) -> nn.Module:
-            return nn.RMSNorm(d_model, eps=norm_eps) if placed else nn.Identity()
+            return RMSNorm(d_model, eps=norm_eps) if placed else nn.Identity()
 
         before, after = norm_placement != "post", norm_placement != "pre"
         feed_forward = layer.feed_forward

@@ -62,6 +62,24 @@ class Experts(nn.Module):
             out_RW = out_RW + _rows_of(self.b_down, counts_L, len(rows_RW)).to(dtype)
         return out_RW
 
+    def keep_(self, expert_ids: range) -> None:
+        """Keep only these experts (global ids); the others live on other ranks.
+
+        Raises:
+            ValueError: if one of them isn't here.
+        """
+        if expert_ids == self.expert_ids:
+            return
+        if not set(expert_ids) <= set(self.expert_ids):
+            raise ValueError(
+                f"experts {expert_ids} are not among {self.expert_ids}, which live on this rank"
+            )
+        first = expert_ids.start - self.expert_ids.start
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            kept = parameter.detach()[first : first + len(expert_ids)].clone()
+            setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+        self.expert_ids = expert_ids
+
     def _grouped_mm(self, dtype: torch.dtype) -> GroupedMatmul:
         """The matmul that `backend` names; `auto` takes torch's where it serves, else the loop, and says so once."""
         backend = self.config.backend

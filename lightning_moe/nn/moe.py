@@ -1,5 +1,7 @@
 """The mixture-of-experts layer."""
 
+import dataclasses
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -32,24 +34,31 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         config.check_width(d_model)
-        # Before the layers below draw from the same generator: how much they draw depends on their sizes.
-        # On the meta device there is nothing to draw, and the global generator stays where it is.
-        on_meta = torch.get_default_device().type == "meta"
-        seed = None if on_meta else draw_seed()
         self.config = config
-        self.router = Router(d_model, config.num_experts, config.router)
-        self.latent = (
-            LatentProjections(d_model, config.latent, norm_eps=norm_eps) if config.latent else None
-        )
-        self.experts = Experts(config.latent.latent_dim if config.latent else d_model, config)
-        self.shared = (
-            MLP(d_model, config.shared.hidden_size, config.shared.activation)
-            if config.shared
-            else None
-        )
+        self.init_std = init_std
+        device = torch.get_default_device()
+        # Built without memory first, as the whole transformer is: torch's generator gives one seed and no more.
+        with torch.device("meta"):
+            self.router = Router(d_model, config.num_experts, config.router)
+            self.latent = (
+                LatentProjections(d_model, config.latent, norm_eps=norm_eps)
+                if config.latent
+                else None
+            )
+            self.experts = Experts(config.latent.latent_dim if config.latent else d_model, config)
+            self.shared = (
+                MLP(d_model, config.shared.hidden_size, config.shared.activation)
+                if config.shared
+                else None
+            )
         self.dispatcher: Dispatcher = LocalDispatcher()
-        if seed is not None:
-            init_weights_(self, seed=seed, std=init_std)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all weights anew; `seed` defaults to one from torch's global generator."""
+        init_weights_(self, seed=draw_seed() if seed is None else seed, std=self.init_std)
 
     def forward(
         self, x: Float[Tensor, "*rows D"], valid: Bool[Tensor, "*rows"] | None = None
@@ -63,11 +72,16 @@ class MoE(nn.Module):
         weights, ids, routing = self.router(x, valid)
         x_TD, weights_TK, ids_TK = x.flatten(0, -2), weights.flatten(0, -2), ids.flatten(0, -2)
         inner_TW = x_TD if self.latent is None else self.latent.compress(x_TD)
-        sent = self.dispatcher.dispatch(inner_TW, ids_TK, self.config.num_experts)
-        rows_RW = self.experts(sent.rows_RW, sent.counts_L)
-        y_TD = self.dispatcher.combine(rows_RW, weights_TK, sent)
+        dispatcher = self.dispatcher.for_mode(training=self.training)
+        flight = dispatcher.dispatch(inner_TW, ids_TK, self.config.num_experts)
+        # The shared expert needs no row from elsewhere: it works while they travel.
+        shared_TD = None if self.shared is None else self.shared(x_TD)
+        sent = dispatcher.receive(flight)
+        y_TD = dispatcher.combine(self.experts(sent.rows_RW, sent.counts_L), weights_TK, sent)
         if self.latent is not None:
             y_TD = self.latent.expand(y_TD)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
+        if sent.kept_E is not None:
+            routing = dataclasses.replace(routing, kept_E=sent.kept_E)
         return y_TD.unflatten(0, x.shape[:-1]), routing

@@ -158,6 +158,11 @@ class Router(nn.Module):
         super()._apply(keep_wide, recurse)
         return self
 
+    def _load_from_state_dict(self, *args: object) -> None:
+        super()._load_from_state_dict(*args)
+        # load_state_dict(assign=True) has taken the given tensors as they are, low precision included.
+        self._apply(lambda tensor: tensor)
+
     def extra_repr(self) -> str:
         """Sizes and the gate, for `print(model)`."""
         config = self.config

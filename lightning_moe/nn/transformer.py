@@ -10,6 +10,7 @@ from lightning_moe.config import AttentionConfig, TransformerConfig
 from lightning_moe.nn.attention import AttentionContext
 from lightning_moe.nn.block import Block
 from lightning_moe.nn.init import draw_seed, init_weights_
+from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.attention import attention_mask
 from lightning_moe.ops.dtypes import at_least_float32
@@ -46,7 +47,7 @@ class MoETransformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.embedding_scale = math.sqrt(width) if config.scale_embedding else 1.0
         self.embedding_norm = (
-            nn.RMSNorm(width, eps=config.norm_eps) if config.norm_embedding else nn.Identity()
+            RMSNorm(width, eps=config.norm_eps) if config.norm_embedding else nn.Identity()
         )
         self.blocks = nn.ModuleList(
             Block(
@@ -58,7 +59,7 @@ class MoETransformer(nn.Module):
             )
             for layer in config.layers
         )
-        self.final_norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.final_norm = RMSNorm(width, eps=config.norm_eps)
         # When tied there is no second name for the weight, so no copy, cast or load can part the two.
         self.head = (
             None if config.tie_embeddings else nn.Linear(width, config.vocab_size, bias=False)

@@ -30,7 +30,7 @@ from lightning_moe.ops.cross_entropy import ChunkedLoss, chunked_cross_entropy
 from lightning_moe.ops.grouped_mm import loop_grouped_mm, torch_grouped_mm
 from lightning_moe.ops.load import load_max_over_mean
 from lightning_moe.ops.losses import balance_loss, orthogonality_loss, router_z_loss, z_loss
-from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert
+from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, reorder
 from lightning_moe.ops.records import Routing
 from lightning_moe.ops.rope import apply_rope, rope_angles
 from lightning_moe.ops.top_experts import top_experts
@@ -52,6 +52,7 @@ __all__ = [
     "permute",
     "plan_by_expert",
     "relu2",
+    "reorder",
     "rope_angles",
     "router_z_loss",
     "sdpa_attention",

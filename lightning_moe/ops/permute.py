@@ -53,6 +53,14 @@ def permute(x_TD: Float[Tensor, "T D"], plan: Plan) -> Float[Tensor, "N D"]:
     return rows_ND
 
 
+def reorder(
+    rows_RD: Float[Tensor, "R D"], order_R: Int[Tensor, " R"], inverse_R: Int[Tensor, " R"]
+) -> Float[Tensor, "R D"]:
+    """Rows in another order: row i of the result is row order[i]; `inverse_R` undoes `order_R`."""
+    reordered_RD: Tensor = _Reorder.apply(rows_RD, order_R, inverse_R)
+    return reordered_RD
+
+
 def combine(
     rows_ND: Float[Tensor, "N D"], weights_TK: Float[Tensor, "T K"], plan: Plan
 ) -> Float[Tensor, "T D"]:
@@ -110,3 +118,16 @@ class _Combine(torch.autograd.Function):
         grad_weights_TK = grad_weights_N.index_select(0, inverse_TK.flatten()).view_as(weights_TK)
         row_weights_N1 = weights_TK.flatten().index_select(0, order_N).unsqueeze(-1)
         return grad_ND.mul_(row_weights_N1.to(grad_ND.dtype)), grad_weights_TK, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return rows_RD.index_select(0, order_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, inverse_R), None, None

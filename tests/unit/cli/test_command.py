@@ -1,0 +1,165 @@
+"""The words after `lightning-moe`, and what a user sees of an error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_moe import __version__
+from lightning_moe.cli import main
+from lightning_moe.cli.checkpoints import read_checkpoint
+from lightning_moe.cli.command import COMMANDS
+from lightning_moe.cli.memory import keep_freed_memory
+
+
+def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command.name} " in text
+        assert f"lightning-moe {command.name} " in command.example
+        assert command.example in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lightning-moe {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: lightning-moe COMMAND"),
+        (["trian"], "did you mean 'train'?"),
+        (["x"], "choose from train, "),
+    ],
+)
+def test_a_wrong_call_says_so_and_exits_with_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_help_of_a_hydra_command_shows_groups_and_examples(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "  strategy: auto, ddp\n" in text
+    assert "$" not in text
+    assert f"\n  lightning-moe {command} " in text
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from lightning_moe.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+    )
+    for words in (["--help"], ["train", "--help"], ["prepare", "--help"]):
+        subprocess.run(
+            [sys.executable, "-c", code, *words], check=True, capture_output=True, timeout=60
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.typo=1"], "error: model.typo is not an option; choose from vocab_size,"),
+        (
+            ["trainer.max_stepps=3"],
+            "error: trainer.max_stepps is not an option; did you mean trainer.max_steps?",
+        ),
+        (["model=tinny"], "error: In 'train': Could not find 'model/tinny'"),
+        (["optim.lr=-1"], "error: optim.lr=-1 must be finite and at least 0"),
+        (
+            ["ckpt_path=none.ckpt"],
+            "error: ckpt_path=none.ckpt is not a file; give the path of a .ckpt file",
+        ),
+        (
+            ["init_from=none.ckpt"],
+            "error: init_from=none.ckpt is not a file; give the path of a .ckpt file",
+        ),
+        (["data.paths=[none.txt]"], "error: data.paths='none.txt' does not exist; check the path"),
+        (["experiment=tiny_anneal"], "error: Missing mandatory value: init_from"),
+    ],
+)
+def test_an_error_of_the_user_is_one_message_at_the_end_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    arguments, environment = list(sys.argv), dict(os.environ)
+    assert main(["train", *overrides]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(message)
+    assert "Traceback" not in text
+    assert "HYDRA_FULL_ERROR" not in text
+    assert list(tmp_path.rglob("*.ckpt")) == []
+    assert (sys.argv, dict(os.environ)) == (arguments, environment)
+
+
+def test_the_traceback_is_shown_on_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert main(["train", "optim.lr=-1"]) == 1
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert text.endswith("error: ValueError: optim.lr=-1 must be finite and at least 0\n")
+
+
+def test_evaluate_needs_a_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate"]) == 1
+    assert capsys.readouterr().err == "error: Missing mandatory value: ckpt_path\n"
+
+
+@pytest.mark.parametrize("keep", [0, 10, 900])
+def test_a_truncated_checkpoint_is_refused_by_name(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "cut.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(50)}}, path)
+    content = path.read_bytes()
+    assert len(content) > 900
+    path.write_bytes(content[:keep])
+    with pytest.raises(ValueError, match=r"ckpt_path=.*cut\.ckpt can't be read as a checkpoint"):
+        read_checkpoint(str(path), "ckpt_path")
+
+
+def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="no checkpoint of the Trainer"):
+        read_checkpoint(str(tmp_path / "other.ckpt"), "init_from")
+
+
+def test_prepare_reports_what_it_wrote_and_refuses_to_replace_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    call = ["prepare", str(tmp_path / "a.txt"), "--output", str(tmp_path / "tokens.npy")]
+    assert main(call) == 0
+    assert (
+        "tokens.npy: 4 tokens (uint16, ids below 257, 256 ends a document) from 1 documents, 3 bytes"
+        in (capsys.readouterr().out)
+    )
+    assert main(call) == 1
+    assert "exists" in capsys.readouterr().err
+    assert main([*call, "--overwrite"]) == 0
+
+
+def test_keep_freed_memory_says_whether_it_is_possible() -> None:
+    # glibc on Linux; False elsewhere, never an error.
+    assert keep_freed_memory() in (True, False)

@@ -1,0 +1,101 @@
+"""Router arithmetic, piece by piece."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_moe.ops import routing
+
+
+def test_scores_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
+    softmax = torch.tensor([[0.25, 0.75]], dtype=torch.float64)
+    torch.testing.assert_close(routing.router_scores(logits, "softmax"), softmax)
+    torch.testing.assert_close(routing.router_scores(logits, "topk_softmax"), softmax)
+    sigmoid = routing.router_scores(logits, "sigmoid", sigmoid_epsilon=0.5)
+    torch.testing.assert_close(sigmoid, torch.tensor([[1.0, 1.25]], dtype=torch.float64))
+
+
+def test_logits_are_a_matrix_product_plus_a_bias() -> None:
+    x = torch.tensor([[1.0, 2.0]])
+    weight = torch.tensor([[3.0, 4.0], [0.0, 1.0], [1.0, 0.0]])
+    logits = routing.router_logits(x, weight, torch.tensor([0.5, 0.0, -1.0]))
+    assert logits.tolist() == [[11.5, 2.0, 0.0]]
+
+
+def test_logits_are_float32_under_autocast_and_for_low_precision() -> None:
+    # Products that bfloat16 would round to the same number.
+    x, weight = torch.tensor([[1.0]]), torch.tensor([[5.0], [5.004], [5.008]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = routing.router_logits(x, weight)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, weight.t())
+    low = routing.router_logits(x.bfloat16(), weight)
+    assert low.dtype == torch.float32
+    assert torch.equal(low, weight.t())
+    assert routing.router_logits(x.double(), weight).dtype == torch.float64
+
+
+def test_group_limit_by_hand() -> None:
+    # Sums of the two best: 9 + 1, 6 + 5, 2 + 8. The second group wins, then the first ties with the third.
+    selection = torch.tensor([[9.0, 1.0, 0.0, 6.0, 5.0, 4.0, 2.0, 1.0, 8.0]])
+    limited = routing.limit_to_groups(selection, num_groups=3, groups_kept=1)
+    assert limited.isfinite().tolist() == [[False] * 3 + [True] * 3 + [False] * 3]
+    limited = routing.limit_to_groups(selection, num_groups=3, groups_kept=2)
+    assert limited.isfinite().tolist() == [[True] * 6 + [False] * 3]
+    assert torch.equal(limited[:, :6], selection[:, :6])
+
+
+def test_groups_of_one_expert_are_the_experts_themselves() -> None:
+    limited = routing.limit_to_groups(torch.tensor([[0.1, 0.3, 0.2]]), num_groups=3, groups_kept=2)
+    assert limited.isfinite().tolist() == [[False, True, True]]
+
+
+def test_keeping_all_groups_changes_nothing_exactly(generator: torch.Generator) -> None:
+    selection = torch.randn(4, 6, generator=generator)
+    assert torch.equal(routing.limit_to_groups(selection, num_groups=2, groups_kept=2), selection)
+
+
+def test_score_grid_has_steps_of_2_to_the_minus_14() -> None:
+    step = 2.0**-14
+    scores = torch.tensor([[0.0, 0.4, 0.6, 3.4, -1.6]]) * step
+    assert (routing.to_score_grid(scores) / step).tolist() == [[0.0, 0.0, 1.0, 3.0, -2.0]]
+
+
+def test_round_robin_by_hand() -> None:
+    ids = routing.uniform_assignment(5, 2, 3, torch.device("cpu"))
+    assert ids.tolist() == [[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]]
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(0, 2, 3), (6, 3, 3), (4, 1, 1)])
+def test_round_robin_loads_experts_evenly(num_tokens: int, top_k: int, num_experts: int) -> None:
+    ids = routing.uniform_assignment(num_tokens, top_k, num_experts, torch.device("cpu"))
+    assert ids.shape == (num_tokens, top_k)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+    counts = routing.count_experts(ids, num_experts)
+    assert counts.tolist() == [num_tokens * top_k // num_experts] * num_experts
+
+
+@pytest.mark.parametrize(
+    ("norm_p", "expected"),
+    [(None, [3.0, 4.0]), (1.0, [3 / 7, 4 / 7]), (2.0, [0.6, 0.8])],
+)
+def test_weights_are_divided_by_their_p_norm_then_scaled(
+    norm_p: float | None, expected: list[float]
+) -> None:
+    chosen = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    wanted = torch.tensor([expected], dtype=torch.float64)
+    torch.testing.assert_close(routing.expert_weights(chosen, norm_p=norm_p), wanted)
+    scaled = routing.expert_weights(chosen, norm_p=norm_p, scale=2.5)
+    torch.testing.assert_close(scaled, 2.5 * wanted)
+
+
+def test_counts_by_hand_skip_ids_outside_the_range() -> None:
+    ids = torch.tensor([[3, 0], [-1, -1], [3, 1], [7, 3]])
+    counts = routing.count_experts(ids, 5)
+    assert (counts.tolist(), counts.dtype) == ([1, 1, 0, 3, 0], torch.int64)
+
+
+def test_counts_of_nothing_are_zero() -> None:
+    assert routing.count_experts(torch.zeros(0, 2, dtype=torch.int64), 3).tolist() == [0, 0, 0]
