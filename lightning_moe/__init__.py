@@ -1,5 +1,8 @@
 """MoE training for PyTorch Lightning: experts stay on their ranks, tokens travel."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
 from lightning_moe.config import (
     AttentionConfig,
     LatentMoEConfig,
@@ -11,15 +14,19 @@ from lightning_moe.config import (
     TransformerConfig,
 )
 from lightning_moe.config.data import DataConfig
-from lightning_moe.data import TokenBatch, TokenDataModule
-from lightning_moe.module import MoEModule
-from lightning_moe.optim import StepWindow
+
+if TYPE_CHECKING:
+    from lightning_moe.data import TokenBatch, TokenDataModule
+    from lightning_moe.module import MoEModule
+    from lightning_moe.optim import StepWindow
+    from lightning_moe.strategy import ExpertParallelStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionConfig",
     "DataConfig",
+    "ExpertParallelStrategy",
     "LatentMoEConfig",
     "LayerConfig",
     "MoEConfig",
@@ -32,3 +39,18 @@ __all__ = [
     "TokenDataModule",
     "TransformerConfig",
 ]
+
+# These import torch and Lightning, seconds that the command line's help should not take: loaded at first use.
+_FIRST_USE: Final = {
+    "ExpertParallelStrategy": "lightning_moe.strategy",
+    "MoEModule": "lightning_moe.module",
+    "StepWindow": "lightning_moe.optim",
+    "TokenBatch": "lightning_moe.data",
+    "TokenDataModule": "lightning_moe.data",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FIRST_USE[name]), name)

@@ -77,9 +77,9 @@ class MoEModule(L.LightningModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Float[Tensor, ""]:
         """Sum of all losses over the labelled tokens, divided by a constant; see `optim.StepWindow`."""
-        self._open_window(batch)
         with self._noise_of_this_batch():
             head, records, num_tokens = self._losses(batch)
+        self._open_window(batch)
         total = head.total
         sums = {"ce": head.cross_entropy}
         if records:
@@ -126,12 +126,14 @@ class MoEModule(L.LightningModule):
     def _log_evaluation(self, prefix: str, metric: TokenMean) -> None:
         nats = metric.compute()
         metric.reset()
-        self.log(f"{prefix}/ce", nats, prog_bar=True)
+        # All ranks hold the same value already; without sync_dist Lightning warns that they may not.
+        self.log(f"{prefix}/ce", nats, prog_bar=True, sync_dist=True)
         bytes_per_token = getattr(
             getattr(self.trainer, "datamodule", None), "val_bytes_per_token", None
         )
         if bytes_per_token:
-            self.log(f"{prefix}/bits_per_byte", nats / math.log(2) / bytes_per_token, prog_bar=True)
+            bits = nats / math.log(2) / bytes_per_token
+            self.log(f"{prefix}/bits_per_byte", bits, prog_bar=True, sync_dist=True)
 
     @property
     def moe_layers(self) -> list[MoE]:
@@ -147,9 +149,12 @@ class MoEModule(L.LightningModule):
                 self.trainer.strategy.reduce(size, reduce_op="max").item()
             )
             self._has_nominal_tokens = True
+        self._refuse_undivided_step()
         if not self.window.is_open:
             self._opened_at = self.trainer.global_step
-        elif self._opened_at != self.trainer.global_step:
+
+    def _refuse_undivided_step(self) -> None:
+        if self.window.is_open and self._opened_at != self.trainer.global_step:
             raise RuntimeError(
                 "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
                 "overridden without calling super().optimizer_step; call it"
@@ -201,6 +206,10 @@ class MoEModule(L.LightningModule):
         self.log_dict({**means, "train/lr": optimizer.param_groups[0]["lr"]})
         self._step_started = now
 
+    def on_train_batch_end(self, outputs: Any, batch: TokenBatch, batch_idx: int) -> None:  # noqa: ANN401
+        """Refuse an optimizer step that nothing closed; the next `training_step` asks again."""
+        self._refuse_undivided_step()
+
     def on_train_start(self) -> None:
         """Forget what an earlier, interrupted fit left open; start the clock."""
         self.window.reset()
@@ -212,9 +221,14 @@ class MoEModule(L.LightningModule):
 
     # ---- set-up ----------------------------------------------------------------------------------------------
 
+    def setup(self, stage: str) -> None:
+        """A new fit has a new schedule, so its tokens start at 0; a resumed one takes its count back after this."""
+        if stage == "fit":
+            self._tokens_seen = torch.zeros((), dtype=torch.int64)
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with groups by role, and the schedule of `optim`."""
-        optimizer = build_optimizer(self.model, self.optim)
+        optimizer = build_optimizer(self, self.optim)
         scheduler = LambdaLR(optimizer, self._learning_rate_factor(self._total_of_schedule()))
         return {
             "optimizer": optimizer,
@@ -241,8 +255,8 @@ class MoEModule(L.LightningModule):
             wanted.append(ExpertLoadMonitor(heat_map=False))
             if any(layer.config.router.bias_gamma is not None for layer in layers):
                 wanted.append(RouterBiasCorrection())
-        given = {type(callback) for callback in getattr(self.trainer, "callbacks", [])}
-        return [callback for callback in wanted if type(callback) not in given]
+        given = getattr(self.trainer, "callbacks", [])
+        return [new for new in wanted if not any(isinstance(own, type(new)) for own in given)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what a resumed run needs to go on exactly."""

@@ -32,7 +32,7 @@ class StartFrom(L.Callback):
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Optimizers exist here, and a resumed checkpoint is not yet loaded."""
+        """The first hook at which optimizers exist, and at which Lightning knows whether it resumes."""
         if trainer.ckpt_path is not None:
             raise ValueError(
                 f"init_from={self.path} starts a new run and ckpt_path={trainer.ckpt_path} goes on with an old one; "

@@ -22,7 +22,8 @@ class StepStatistics:
     """
 
     num_tokens: Int[Tensor, ""]
-    requested: tuple[Int[Tensor, " E"], ...]
+    # Not " E": layers may differ in their number of experts.
+    requested: tuple[Int[Tensor, " _"], ...]
     sums: dict[str, Float[Tensor, ""]]
 
     def means(self) -> dict[str, Tensor]:
@@ -195,5 +196,15 @@ def close_window(module: L.LightningModule) -> StepStatistics | None:
         all_reduce_sum=lambda tensor: trainer.strategy.reduce(tensor, reduce_op="sum"),
         num_ranks=trainer.world_size,
         accumulate=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
-        gradients=(p.grad for p in module.parameters() if p.grad is not None),
+        gradients=_gradients(module),
     )
+
+
+def _gradients(module: L.LightningModule) -> list[Tensor]:
+    """Every gradient that an optimizer will read, or that the module holds, once."""
+    optimizers = module.trainer.optimizers
+    owners = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
+    owners = list(dict.fromkeys([*owners, *module.parameters()]))
+    return [p.grad for p in owners if p.grad is not None]

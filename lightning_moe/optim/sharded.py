@@ -1,0 +1,151 @@
+"""An optimizer whose state is spread over the replicas of each parameter."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.parallel.layout import ParamLayout, ParamSpec
+
+
+class ShardedState:
+    """Makes an elementwise optimizer, in place, update only this rank's part of every large parameter.
+
+    It stays the object that `configure_optimizers` built: its groups now hold flat parts (`targets`), in at least
+    float32, so moments and masters exist for them alone. After each step the new weights are gathered. The part of a
+    float32 weight is a view of the weight itself and costs nothing.
+
+    Bytes per parameter with AdamW and bfloat16 weights over D replicas: 2 weight + 4 gradient + 12/D.
+
+    Attributes:
+        layout: all parameters.
+        targets: by name, optimizer parameters that aren't the model's own; gradients go there.
+
+    Args:
+        optimizers: all optimizers of the module.
+        layout: made with `split=True`.
+
+    Raises:
+        ValueError: if an optimizer isn't elementwise, or holds a parameter that isn't the module's.
+    """
+
+    def __init__(self, optimizers: list[Optimizer], layout: ParamLayout) -> None:
+        self.layout = layout
+        self.targets: dict[str, nn.Parameter] = {}
+        names = layout.name_of()
+        for optimizer in optimizers:
+            refuse_unless_elementwise(optimizer)
+            for group in optimizer.param_groups:
+                group["params"] = [self._target(names, parameter) for parameter in group["params"]]
+            optimizer.register_step_post_hook(lambda *_: self.publish())
+        self._buckets = self._gather_buckets()
+
+    def _target(self, names: dict[nn.Parameter, str], parameter: nn.Parameter) -> nn.Parameter:
+        if parameter not in names:
+            raise ValueError(
+                "an optimizer holds a parameter that isn't one of the module's; strategy.distributed_optimizer=True "
+                "can't shard it, set it to False"
+            )
+        spec = self.layout.specs[names[parameter]]
+        wide = at_least_float32(parameter.dtype)
+        if not spec.split and parameter.dtype == wide:
+            return parameter
+        target = nn.Parameter(
+            part_of(parameter, spec).to(wide), requires_grad=parameter.requires_grad
+        )
+        self.targets[spec.name] = target
+        return target
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give all replicas the weights that the step has changed."""
+        for specs in self._buckets:
+            group = self.layout.replicas(specs[0])
+            weights = [self.layout.parameters[spec.name] for spec in specs]
+            parts = [self.targets[spec.name].detach() for spec in specs]
+            own = torch.cat([part.to(w.dtype) for part, w in zip(parts, weights, strict=True)])
+            everyone = own.new_empty(group.size * len(own))
+            group.all_gather(everyone, own)
+            columns = everyone.view(group.size, -1).split([spec.chunk for spec in specs], dim=1)
+            for weight, values in zip(weights, columns, strict=True):
+                weight.view(group.size, -1).copy_(values)
+        for name, target in self.targets.items():
+            if not self.layout.specs[name].split:
+                self.layout.parameters[name].copy_(target.view(self.layout.specs[name].shape))
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the optimizer's weights from the model's, after those were loaded."""
+        for name, target in self.targets.items():
+            target.copy_(part_of(self.layout.parameters[name], self.layout.specs[name]))
+
+    def _gather_buckets(self) -> list[list[ParamSpec]]:
+        """Split parameters with one group and type per message, in the module's order."""
+        by_kind: dict[tuple[str, torch.dtype], list[ParamSpec]] = {}
+        for name in self.layout.parameters:
+            spec = self.layout.specs[name]
+            if name in self.targets and spec.split:
+                by_kind.setdefault((spec.kind, self.layout.parameters[name].dtype), []).append(spec)
+        return [part for specs in by_kind.values() for part in _chunks(specs, limit=2**23)]
+
+
+def part_of(parameter: Tensor, spec: ParamSpec) -> Tensor:
+    """The flat part of a local tensor that this rank's optimizer updates; a view."""
+    return parameter.detach().view(-1)[spec.chunk_start : spec.chunk_start + spec.chunk]
+
+
+def _chunks(specs: list[ParamSpec], *, limit: int) -> list[list[ParamSpec]]:
+    chunks: list[list[ParamSpec]] = []
+    size = limit
+    for spec in specs:
+        if size + spec.numel > limit:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(spec)
+        size += spec.numel
+    return chunks
+
+
+def refuse_unless_elementwise(optimizer: Optimizer) -> None:
+    """Check by trial that updating a matrix in parts gives what updating it whole gives.
+
+    Raises:
+        ValueError: if it doesn't, as with Muon, Adafactor or LBFGS, or if the trial fails.
+    """
+    name = type(optimizer).__name__
+    advice = (
+        "use an elementwise optimizer such as AdamW, or set strategy.distributed_optimizer=False"
+    )
+    options = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "name")}
+        for group in optimizer.param_groups
+    ]
+    try:
+        whole, parts = (_trial(type(optimizer), options, split) for split in (False, True))
+    except Exception as error:
+        raise ValueError(
+            f"strategy.distributed_optimizer=True needs an elementwise optimizer, and {name} could not be tried out "
+            f"on a small matrix ({error}); {advice}"
+        ) from error
+    if not torch.equal(whole, parts):
+        raise ValueError(
+            f"strategy.distributed_optimizer=True needs an elementwise optimizer, and {name} updates a matrix "
+            f"differently in parts; {advice}"
+        )
+
+
+def _trial(kind: Callable[..., Optimizer], options: list[dict[str, Any]], split: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(8, 8, generator=generator)
+    gradients = [torch.randn(8, 8, generator=generator) for _ in range(3)]
+    pieces = [nn.Parameter(p.clone()) for p in (start.view(-1).split(16) if split else [start])]
+    optimizer = kind([{"params": pieces, **options[0]}])
+    for gradient in gradients:
+        for piece, g in zip(pieces, gradient.view(-1).split(pieces[0].numel()), strict=True):
+            piece.grad = g.view_as(piece).clone()
+        optimizer.step()
+    return torch.cat([piece.detach().view(-1) for piece in pieces])

@@ -1,0 +1,21 @@
+"""Everything that talks between ranks, apart from the strategy that drives it."""
+
+from lightning_moe.parallel.apply import apply_expert_parallel
+from lightning_moe.parallel.collectives import AxisGroup, Ledger, ProcessMesh
+from lightning_moe.parallel.dispatch import AllToAllDispatcher
+from lightning_moe.parallel.layout import ParamLayout, ParamSpec
+from lightning_moe.parallel.mesh import MeshShape, resolve_expert_parallel
+from lightning_moe.parallel.reducer import GradientReducer
+
+__all__ = [
+    "AllToAllDispatcher",
+    "AxisGroup",
+    "GradientReducer",
+    "Ledger",
+    "MeshShape",
+    "ParamLayout",
+    "ParamSpec",
+    "ProcessMesh",
+    "apply_expert_parallel",
+    "resolve_expert_parallel",
+]

@@ -1,0 +1,202 @@
+"""Gradients averaged over replicas while backward is still running."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.parallel.collectives import AxisGroup, Work
+from lightning_moe.parallel.layout import ParamLayout, ParamSpec
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters that are reduced in one message.
+
+    The message is (rows, columns): one row per rank that gets a part of it, or a single row that all get. Each
+    parameter owns a run of columns, and one more that tells on how many ranks it had a gradient.
+    """
+
+    group: AxisGroup
+    scatter: bool
+    dtype: torch.dtype
+    specs: list[ParamSpec] = field(default_factory=list)
+    ready: set[str] = field(default_factory=set)
+    work: Work | None = None
+    reduced: Tensor | None = None
+    launched: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        return sum(spec.chunk for spec in self.specs) + len(self.specs)
+
+    @property
+    def num_bytes(self) -> int:
+        rows = self.group.size if self.scatter else 1
+        return rows * self.num_columns * self.dtype.itemsize
+
+    def places(self) -> Iterable[tuple[ParamSpec, slice, int]]:
+        """Each parameter's columns, and its flag's."""
+        start, flags = 0, sum(spec.chunk for spec in self.specs)
+        for i, spec in enumerate(self.specs):
+            yield spec, slice(start, start + spec.chunk), flags + i
+            start += spec.chunk
+
+
+class GradientReducer:
+    """Means of gradients over each parameter's replicas, bucket by bucket, in one fixed order on every rank.
+
+    A bucket leaves when all its parameters have their gradients and all buckets before it have left; `finish`
+    sends the rest. Sums run in at least float32, over ranks and over micro-batches. An expert's gradient is scaled
+    by 1/ep inside autograd, since its rank saw the tokens of ep ranks; a mean over its replicas then makes it the
+    gradient of the global mean loss, also when backward runs several times per step.
+
+    Attributes:
+        enabled: off for all but the last micro-batch of a step.
+        launches: (bucket, whether backward was still running) in order, of the last reduction.
+
+    Args:
+        layout: the parameters.
+        targets: optimizer parameters by name, where they differ from the model's: they get the gradient.
+        bucket_bytes: soft limit of one message.
+    """
+
+    def __init__(
+        self,
+        layout: ParamLayout,
+        targets: dict[str, nn.Parameter],
+        *,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
+        self.layout = layout
+        self.targets = targets
+        self.enabled = True
+        self.launches: list[tuple[int, bool]] = []
+        self._wide_sums: dict[str, Tensor] = {}
+        self._buckets = _make_buckets(layout, bucket_bytes)
+        self._bucket_of = {
+            spec.name: i for i, bucket in enumerate(self._buckets) for spec in bucket.specs
+        }
+        self._next = 0
+        self._handles = [
+            handle
+            for name, parameter in layout.parameters.items()
+            if parameter.requires_grad
+            for handle in self._hooks(name, parameter)
+        ]
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def finish(self) -> None:
+        """Send what hasn't left yet, wait, and hand gradients to their owners. Call after the backward of a step."""
+        self._launch_in_order(in_backward=False, force=True)
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            self._deliver(bucket)
+        self._next = 0
+
+    def _hooks(self, name: str, parameter: nn.Parameter) -> list[torch.utils.hooks.RemovableHandle]:
+        spec = self.layout.specs[name]
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda p: self._on_gradient(name, p))
+        ]
+        if spec.kind == "expert" and spec.num_shards > 1:
+            handles.append(parameter.register_hook(lambda gradient: gradient / spec.num_shards))
+        return handles
+
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != at_least_float32(gradient.dtype):
+            self._add_wide(name, gradient)
+            parameter.grad = None
+        if self.enabled:
+            self._buckets[self._bucket_of[name]].ready.add(name)
+            self._launch_in_order(in_backward=True, force=False)
+
+    def _add_wide(self, name: str, gradient: Tensor) -> None:
+        """Micro-batches add up in float32: a low-precision sum would lose small contributions."""
+        if name in self._wide_sums:
+            self._wide_sums[name] += gradient
+        else:
+            self._wide_sums[name] = gradient.to(at_least_float32(gradient.dtype))
+
+    def _launch_in_order(self, *, in_backward: bool, force: bool) -> None:
+        if self._next == 0:
+            self.launches.clear()
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not force and len(bucket.ready) < len(bucket.specs):
+                return
+            self._launch(bucket)
+            self.launches.append((self._next, in_backward))
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        size = bucket.group.size
+        device = self.layout.parameters[bucket.specs[0].name].device
+        rows = size if bucket.scatter else 1
+        message = torch.zeros(rows, bucket.num_columns, dtype=bucket.dtype, device=device)
+        for spec, columns, flag in bucket.places():
+            gradient = self._take(spec)
+            if gradient is not None:
+                torch.div(gradient.view(rows, -1), size, out=message[:, columns])
+                message[:, flag] = 1.0
+        if bucket.scatter:
+            bucket.reduced = message.new_empty(1, bucket.num_columns)
+            bucket.work = bucket.group.reduce_scatter(bucket.reduced, message, async_op=True)
+        else:
+            bucket.reduced = message
+            bucket.work = bucket.group.all_reduce(message, async_op=True)
+
+    def _take(self, spec: ParamSpec) -> Tensor | None:
+        """The local gradient of the window, which leaves its parameter."""
+        parameter = self.layout.parameters[spec.name]
+        gradient = self._wide_sums.pop(spec.name, parameter.grad)
+        parameter.grad = None
+        return None if gradient is None else gradient.contiguous()
+
+    def _deliver(self, bucket: _Bucket) -> None:
+        reduced = bucket.reduced
+        assert reduced is not None
+        for spec, columns, flag in bucket.places():
+            # The flag is only read where this rank had no gradient; elsewhere some rank, this one, had one.
+            if spec.name in bucket.ready or reduced[0, flag].item() > 0:
+                self._give(spec, reduced[0, columns])
+        bucket.ready.clear()
+        bucket.reduced = bucket.work = None
+
+    def _give(self, spec: ParamSpec, gradient: Tensor) -> None:
+        target = self.targets.get(spec.name, self.layout.parameters[spec.name])
+        gradient = gradient.view(target.shape).to(target.dtype)
+        # Several backwards per step: a replicated gradient left with `_take` and came back inside this mean.
+        adds_up = spec.name in self.targets and target.grad is not None
+        if adds_up:
+            assert target.grad is not None
+            target.grad += gradient
+        else:
+            target.grad = gradient
+
+
+def _make_buckets(layout: ParamLayout, bucket_bytes: int) -> list[_Bucket]:
+    """Parameters in reverse order, as backward meets them; one bucket never mixes groups, types or ways to reduce."""
+    open_buckets: dict[tuple[str, bool, torch.dtype], _Bucket] = {}
+    complete_at: dict[int, tuple[int, _Bucket]] = {}
+    for place, (name, parameter) in enumerate(reversed(layout.parameters.items())):
+        if not parameter.requires_grad:
+            continue
+        spec = layout.specs[name]
+        dtype = at_least_float32(parameter.dtype)
+        key = spec.kind, spec.split, dtype
+        bucket = open_buckets.get(key)
+        if bucket is None or bucket.num_bytes + spec.numel * dtype.itemsize > bucket_bytes:
+            bucket = open_buckets[key] = _Bucket(layout.replicas(spec), spec.split, dtype)
+        bucket.specs.append(spec)
+        complete_at[id(bucket)] = place, bucket
+    # In the order in which they fill up, so that none waits behind one that fills later.
+    return [bucket for _, bucket in sorted(complete_at.values(), key=lambda entry: entry[0])]
