@@ -18,7 +18,7 @@ from lightning_moe.config.data import DataConfig
 if TYPE_CHECKING:
     from lightning_moe.data import TokenBatch, TokenDataModule
     from lightning_moe.module import MoEModule
-    from lightning_moe.optim import StepWindow
+    from lightning_moe.optim import StepWindow, close_window
     from lightning_moe.strategy import ExpertParallelStrategy
 
 __version__ = "0.1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "TokenBatch",
     "TokenDataModule",
     "TransformerConfig",
+    "close_window",
 ]
 
 # These import torch and Lightning, seconds that the command line's help should not take: loaded at first use.
@@ -47,6 +48,7 @@ _FIRST_USE: Final = {
     "StepWindow": "lightning_moe.optim",
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",
+    "close_window": "lightning_moe.optim",
 }
 
 

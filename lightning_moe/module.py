@@ -83,7 +83,11 @@ class MoEModule(L.LightningModule):
         total = head.total
         sums = {"ce": head.cross_entropy}
         if records:
-            auxiliary = router_losses(self.moe_layers, records)
+            auxiliary = router_losses(
+                self.moe_layers,
+                records,
+                lambda tensor: self.trainer.strategy.reduce(tensor, reduce_op="sum"),
+            )
             total = total + auxiliary.total
             sums |= {"balance_loss": auxiliary.balance, "z_loss": auxiliary.z}
         return self.window.add(total, num_tokens, records, {"loss": total, **sums})

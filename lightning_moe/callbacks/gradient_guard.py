@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from lightning_moe.optim import close_window
 
@@ -33,13 +34,7 @@ class NonFiniteGuard(L.Callback):
     ) -> None:
         """Gradients are final here: accumulated, reduced, divided by tokens, not yet clipped."""
         close_window(pl_module)
-        gradients = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = gradient_norm(trainer, optimizer)
         pl_module.log("train/grad_norm", norm)
         if norm.isfinite():
             self._in_a_row = 0
@@ -76,3 +71,14 @@ class NonFiniteGuard(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the count."""
         self.num_skipped, self._in_a_row = state_dict["num_skipped"], state_dict["in_a_row"]
+
+
+def gradient_norm(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> Tensor:
+    """2-norm of all gradients, equal on all ranks, which must take the same decision by it."""
+    # A rank of `ExpertParallelStrategy` holds a part of the gradients; elsewhere all ranks hold all of them.
+    over_ranks = getattr(trainer.strategy, "gradient_norm", None)
+    if over_ranks is not None:
+        norm: Tensor = over_ranks(optimizer)
+        return norm
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -22,10 +22,13 @@ class ModelTable(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print it."""
         if trainer.is_global_zero:
-            Console().print(model_table(self.config, self.sequence_length))
+            on_rank = sum(parameter.numel() for parameter in pl_module.parameters())
+            Console().print(model_table(self.config, self.sequence_length, on_rank=on_rank))
 
 
-def model_table(config: TransformerConfig, sequence_length: int) -> Table:
+def model_table(
+    config: TransformerConfig, sequence_length: int, *, on_rank: int | None = None
+) -> Table:
     """Sizes of the model, and for each kind of MoE layer its experts and its balancing."""
     layers = [layer.feed_forward for layer in config.layers]
     routed = [layer for layer in layers if isinstance(layer, MoEConfig)]
@@ -33,6 +36,8 @@ def model_table(config: TransformerConfig, sequence_length: int) -> Table:
     table.add_row("layers", f"{len(layers)} ({len(routed)} with experts)")
     table.add_row("parameters, total", f"{config.num_params:,}")
     table.add_row("parameters, active per token", f"{config.num_active_params:,}")
+    if on_rank is not None and on_rank != config.num_params:
+        table.add_row("parameters, on each rank", f"{on_rank:,}")
     table.add_row("training FLOPs per token", f"{config.flops_per_token(sequence_length):,}")
     for layer in dict.fromkeys(routed):
         router = layer.router

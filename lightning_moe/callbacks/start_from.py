@@ -1,6 +1,7 @@
 """A new run from the weights and moments of an old one."""
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
@@ -20,7 +21,7 @@ class StartFrom(L.Callback):
 
     Raises:
         FileNotFoundError: at once, if there is no such file.
-        ValueError: at the start of fit, if checkpoint and module don't fit or it holds no optimizer.
+        ValueError: at the start of fit, if the file can't be read, doesn't fit the module or holds no optimizer.
     """
 
     def __init__(self, path: str | Path, *, moments: bool = True) -> None:
@@ -38,14 +39,27 @@ class StartFrom(L.Callback):
                 f"init_from={self.path} starts a new run and ckpt_path={trainer.ckpt_path} goes on with an old one; "
                 "give one of the two"
             )
-        # weights_only: a checkpoint is data, and must not run code.
-        checkpoint = torch.load(self.path, map_location="cpu", weights_only=True)
+        checkpoint = self._read()
         try:
             pl_module.load_state_dict(checkpoint["state_dict"])
         except RuntimeError as error:
             raise ValueError(f"init_from={self.path} holds another model: {error}") from error
         if self.moments:
             self._load_moments(trainer.optimizers, checkpoint.get("optimizer_states", []))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            # weights_only: a checkpoint is data, and must not run code.
+            checkpoint: object = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, UnpicklingError) as error:
+            raise ValueError(
+                f"init_from={self.path} can't be read as a checkpoint; was it written to its end? ({error})"
+            ) from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError(
+                f"init_from={self.path} is no Lightning checkpoint: it has no state_dict"
+            )
+        return checkpoint
 
     def _load_moments(self, optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
         if len(states) != len(optimizers):

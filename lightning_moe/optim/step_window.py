@@ -38,6 +38,8 @@ class StepWindow:
     clipping and the step, `close_window` divides all gradients once, by the tokens of the whole step: the
     gradient is that of one big batch, whatever the accumulation, the number of ranks and the padding.
     A module that returns its own mean loss calls `record(records)` instead and its gradients are left alone.
+    `MoEModule`, `ExpertParallelStrategy` and the callbacks that read counts close the window; a module with none of
+    them calls `close_window(self)` in `on_before_optimizer_step`.
 
     Attributes:
         nominal_tokens: the constant, equal on all ranks; tokens of a full micro-batch keep losses near their mean.

@@ -20,7 +20,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_and_is_accepted(compose_train: Compose, experiment: str) -> None:
-    config = compose_train(f"experiment={experiment}", "init_from=x.ckpt")
+    config = compose_train(f"experiment={experiment}")
     assert config.name == experiment
     read_options(config, [])
 

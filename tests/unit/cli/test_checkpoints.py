@@ -1,0 +1,64 @@
+"""A checkpoint that can't be used as asked is refused, by name."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_moe.cli.checkpoints import check_fits, check_resumable, read_checkpoint
+from lightning_moe.config import OptimConfig, to_mapping
+
+SAVED = {"global_step": 7, "hyper_parameters": {"optim": to_mapping(OptimConfig(lr=0.5))}}
+
+
+@pytest.mark.parametrize("keep", [0, 10, 900])
+def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "cut.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(50)}}, path)
+    content = path.read_bytes()
+    assert len(content) > 900
+    path.write_bytes(content[:keep])
+    with pytest.raises(ValueError, match=r"ckpt_path=.*cut\.ckpt can't be read as a checkpoint"):
+        read_checkpoint(str(path), "ckpt_path")
+
+
+def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="no checkpoint of the Trainer"):
+        read_checkpoint(str(tmp_path / "other.ckpt"), "init_from")
+
+
+def test_a_resume_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"trainer\.max_steps=7 is reached: ckpt_path=x was saved at step 7"
+    ):
+        check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5), max_steps=7)
+    check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5), max_steps=8)
+    check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5), max_steps=-1)
+
+
+def test_a_learning_rate_that_the_checkpoint_overrides_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"optim\.lr=0\.25 has no effect when ckpt_path=x is resumed.* 0\.5"
+    ):
+        check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.25), max_steps=8)
+    check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5, schedule="cosine"), max_steps=8)
+
+
+class _Linear(L.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, width)
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    module = _Linear(5)
+    check_fits(module, {"state_dict": _Linear(5).state_dict()}, "x")
+    with pytest.raises(
+        ValueError,
+        match=r"x holds another model: layer\.bias has shape \(4,\) there and \(5,\) here",
+    ):
+        check_fits(module, {"state_dict": _Linear(4).state_dict()}, "x")
+    with pytest.raises(ValueError, match=r"layer\.bias has shape none there"):
+        check_fits(module, {"state_dict": {}}, "x")
