@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_moe.ops.records import Routing
+from lightning_moe.ops.scale import scale_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +144,7 @@ class StepWindow:
                 * self.nominal_tokens
                 / statistics.num_tokens.clamp(min=1).double()
             )
-            _scale_(gradients, factor)
+            scale_(gradients, factor)
         self.reset()
         self.last = statistics
         return statistics
@@ -168,14 +169,6 @@ class StepWindow:
             requested=tuple(count.to(torch.int64) for count in counts),
             sums={name: value.squeeze(0) for name, value in zip(names, sums, strict=True)},
         )
-
-
-def _scale_(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), group in by_kind.items():
-        torch._foreach_mul_(group, factor.to(device=device, dtype=dtype))
 
 
 def close_window(module: L.LightningModule) -> StepStatistics | None:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_moe.ops.scale import scale_
 from lightning_moe.parallel.collectives import AxisGroup
 
 
@@ -43,8 +44,4 @@ def global_norm(
 def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their norm becomes at most `max_norm`; torch's formula and epsilon."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), group in by_kind.items():
-        torch._foreach_mul_(group, coefficient.to(device=device, dtype=dtype))
+    scale_(gradients, coefficient)
