@@ -80,7 +80,8 @@ def draw_heat_map(loads: list[Tensor], path: Path, num_steps: int) -> None:
     for row, load_E in zip(image, loads, strict=True):
         row[: load_E.numel()] = load_E.cpu() * load_E.numel() / load_E.sum().clamp(min=1)
     figure = Figure(
-        figsize=(2 + 0.25 * min(image.shape[1], 64), 1.8 + 0.3 * len(loads)), layout="constrained"
+        figsize=(max(6.0, 2 + 0.25 * min(image.shape[1], 64)), 1.8 + 0.3 * len(loads)),
+        layout="constrained",
     )
     axes = figure.subplots()
     shown = axes.imshow(image.numpy(), aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0)

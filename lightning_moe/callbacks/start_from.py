@@ -1,12 +1,13 @@
 """A new run from the weights and moments of an old one."""
 
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
-import torch
 from torch.optim import Optimizer
+
+from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.strategy import ExpertParallelStrategy
 
 
 class StartFrom(L.Callback):
@@ -16,20 +17,21 @@ class StartFrom(L.Callback):
     example. To go on with an interrupted run, use the Trainer's `ckpt_path` instead.
 
     Args:
-        path: a Lightning checkpoint of a module with the same parameters.
+        path: a checkpoint of a module with the same parameters: a file of Lightning's, or a folder of
+            `ExpertParallelStrategy`, whatever the number of ranks.
         moments: whether to take the optimizer's moments as well.
 
     Raises:
-        FileNotFoundError: at once, if there is no such file.
-        ValueError: at the start of fit, if the file can't be read, doesn't fit the module or holds no optimizer.
+        FileNotFoundError: at once, if there is nothing at the path.
+        ValueError: at the start of fit, if it can't be read, doesn't fit the module or holds no optimizer.
     """
 
     def __init__(self, path: str | Path, *, moments: bool = True) -> None:
         self.path = Path(path)
         self.moments = moments
-        if not self.path.is_file():
+        if not self.path.exists():
             raise FileNotFoundError(
-                f"init_from={path} is not a file; give the path of a .ckpt file"
+                f"init_from={path} does not exist; give the path of a .ckpt file or folder"
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -39,42 +41,44 @@ class StartFrom(L.Callback):
                 f"init_from={self.path} starts a new run and ckpt_path={trainer.ckpt_path} goes on with an old one; "
                 "give one of the two"
             )
-        checkpoint = self._read()
+        ours = trainer.strategy if isinstance(trainer.strategy, ExpertParallelStrategy) else None
         try:
-            pl_module.load_state_dict(checkpoint["state_dict"])
-        except RuntimeError as error:
-            raise ValueError(f"init_from={self.path} holds another model: {error}") from error
-        if self.moments:
-            self._load_moments(trainer.optimizers, checkpoint.get("optimizer_states", []))
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            # weights_only: a checkpoint is data, and must not run code.
-            checkpoint: object = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError, UnpicklingError) as error:
+            # Neither runs code: a checkpoint is data.
+            checkpoint = ours.load_checkpoint(self.path) if ours else read_whole(self.path)
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"init_from={self.path} can't be read as a checkpoint; was it written to its end? ({error})"
             ) from error
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise ValueError(
-                f"init_from={self.path} is no Lightning checkpoint: it has no state_dict"
-            )
-        return checkpoint
+        try:
+            if ours:
+                ours.load_model_state_dict(checkpoint)
+            else:
+                pl_module.load_state_dict(checkpoint["state_dict"])
+        except RuntimeError as error:
+            raise ValueError(f"init_from={self.path} holds another model: {error}") from error
+        if not self.moments:
+            return
+        states = checkpoint.get("optimizer_states", [])
+        self._check_optimizers(trainer.optimizers, states)
+        if ours:
+            ours.load_moments({"optimizer_states": states})
+        else:
+            for optimizer, state in zip(trainer.optimizers, states, strict=True):
+                own_groups = optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})
 
-    def _load_moments(self, optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
+    def _check_optimizers(self, optimizers: list[Optimizer], states: list[dict[str, Any]]) -> None:
         if len(states) != len(optimizers):
             raise ValueError(
                 f"init_from={self.path} holds the state of {len(states)} optimizers, this run has {len(optimizers)}; "
                 "use a full checkpoint, or moments=False"
             )
         for optimizer, state in zip(optimizers, states, strict=True):
-            own_groups = optimizer.state_dict()["param_groups"]
             sizes = [
                 [len(group["params"]) for group in groups]
-                for groups in (own_groups, state["param_groups"])
+                for groups in (optimizer.param_groups, state["param_groups"])
             ]
             if sizes[0] != sizes[1]:
                 raise ValueError(
                     f"init_from={self.path} groups parameters as {sizes[1]}, this run as {sizes[0]}"
                 )
-            optimizer.load_state_dict({"state": state["state"], "param_groups": own_groups})

@@ -24,7 +24,11 @@ Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
 SharedActivation = Literal["swiglu", "relu2"]
 Backend = Literal["auto", "loop", "torch"]
 
-AVAILABLE_BALANCE_SCOPES: Final[tuple[BalanceScope, ...]] = ("sequence", "micro_batch")
+AVAILABLE_BALANCE_SCOPES: Final[tuple[BalanceScope, ...]] = (
+    "sequence",
+    "micro_batch",
+    "global_micro_batch",
+)
 """The balance scopes that can be trained with; the others are refused on construction."""
 
 DEFAULT_ACTIVATION_ALPHA: Final = 1.702

@@ -27,8 +27,8 @@ def find_shapes(annotation: ast.AST) -> list[str]:
 
 
 def name_letters(shape: str) -> set[str]:
-    """Give the axis names inside a shape: "T*K 3" gives T and K; "..." and "*rows" name none."""
-    axes = [axis for axis in shape.split() if not axis.startswith("*")]
+    """Give the axis names inside a shape: "T*K 3" gives T and K; "...", "*rows" and "_" name none."""
+    axes = [axis for axis in shape.split() if not axis.startswith("*") and axis != "_"]
     return {name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis)}
 
 

@@ -31,7 +31,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "usage: lightning-moe COMMAND"),
-        (["trian"], "did you mean 'train'?"),
+        (["trainn"], "did you mean 'train'?"),
         (["x"], "choose from train, "),
     ],
 )
@@ -48,7 +48,7 @@ def test_help_of_a_hydra_command_shows_groups_and_examples(
 ) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    assert "  strategy: auto, ddp\n" in text
+    assert "  strategy: auto, ddp" in text
     assert "$" not in text
     assert f"\n  lightning-moe {command} " in text
 
