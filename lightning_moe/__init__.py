@@ -1,6 +1,8 @@
 """MoE training for PyTorch Lightning: experts stay on their ranks, tokens travel."""
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_moe.config import (
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_moe.data import TokenBatch, TokenDataModule
     from lightning_moe.module import MoEModule
     from lightning_moe.optim import StepWindow, close_window
+    from lightning_moe.parallel.whole_checkpoint import load_weights
     from lightning_moe.strategy import ExpertParallelStrategy
 
 __version__ = "0.1.0"
@@ -39,6 +42,7 @@ __all__ = [
     "TokenDataModule",
     "TransformerConfig",
     "close_window",
+    "load_weights",
 ]
 
 # These import torch and Lightning, seconds that the command line's help should not take: loaded at first use.
@@ -49,6 +53,7 @@ _FIRST_USE: Final = {
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",
     "close_window": "lightning_moe.optim",
+    "load_weights": "lightning_moe.parallel.whole_checkpoint",
 }
 
 
@@ -56,3 +61,9 @@ def __getattr__(name: str) -> object:
     if name not in _FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_FIRST_USE[name]), name)
+
+
+# `Trainer(strategy="expert_parallel")` works after `import lightning_moe` alone. Only the command line, which wants
+# to show its help at once, leaves that to the first use: Hydra then imports the strategy by its name.
+if Path(sys.argv[0]).name not in ("-m", "lightning-moe"):
+    import_module("lightning_moe.strategy")

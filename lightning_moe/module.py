@@ -1,11 +1,13 @@
 """The LightningModule around the MoE transformer."""
 
 import hashlib
+import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import lightning as L
 import torch
@@ -23,6 +25,7 @@ from lightning_moe.nn.init import draw_seed
 from lightning_moe.nn.router_losses import router_losses
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
 from lightning_moe.optim import StepWindow, build_optimizer, close_window, learning_rate_factor
+from lightning_moe.parallel.whole_checkpoint import read_whole
 
 
 class MoEModule(L.LightningModule):
@@ -65,6 +68,22 @@ class MoEModule(L.LightningModule):
         self._noise_seed = draw_seed()
         self._opened_at = 0
         self._step_started = 0.0
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[Any],
+        *args: Any,  # noqa: ANN401 - Lightning's own
+        **kwargs: Any,  # noqa: ANN401
+    ) -> "MoEModule":
+        """As Lightning's, also from a folder that several ranks have written; the module has all experts."""
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            checkpoint = read_whole(checkpoint_path)
+            checkpoint.pop("optimizer_states", None)
+            checkpoint_path = io.BytesIO()
+            torch.save(checkpoint, checkpoint_path)
+            checkpoint_path.seek(0)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def forward(
         self, ids_BS: Int[Tensor, "B S"], document_ids_BS: Int[Tensor, "B S"] | None = None

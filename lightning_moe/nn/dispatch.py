@@ -1,7 +1,7 @@
 """How token copies reach their experts: the protocol, and the version for one rank."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,16 +16,15 @@ class Dispatched:
     Attributes:
         rows_RW: rows of the first local expert, then of the second, and so on.
         counts_L: rows of each local expert (int64).
-        plan: how the copies were sorted, for the way back.
         kept_E: this rank's copies that are computed, per expert; None when all are.
     """
 
     rows_RW: Float[Tensor, "R W"]
     counts_L: Int[Tensor, " L"]
-    plan: Plan
     kept_E: Int[Tensor, " E"] | None = None
 
 
+@runtime_checkable
 class Dispatcher(Protocol):
     """Sends token copies to the experts and brings the results back."""
 
@@ -34,9 +33,16 @@ class Dispatcher(Protocol):
         ...
 
     def dispatch(
-        self, x_TW: Float[Tensor, "T W"], ids_TK: Int[Tensor, "T K"], num_experts: int
+        self,
+        x_TW: Float[Tensor, "T W"],
+        ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        num_experts: int,
     ) -> Any:  # noqa: ANN401 - only `receive` of the same dispatcher reads it
-        """Set the token copies going; other work may be done before `receive`."""
+        """Set the token copies going; other work may be done before `receive`.
+
+        `weights_TK` may decide which copies are dropped; they are applied in `combine`.
+        """
         ...
 
     def receive(self, flight: Any) -> Dispatched:  # noqa: ANN401
@@ -53,6 +59,17 @@ class Dispatcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sorted(Dispatched):
+    """Rows that never left.
+
+    Attributes:
+        plan: how the copies were sorted, for the way back.
+    """
+
+    plan: Plan
+
+
 class LocalDispatcher:
     """All experts are on this rank: sorting is all that happens."""
 
@@ -61,18 +78,22 @@ class LocalDispatcher:
         return self
 
     def dispatch(
-        self, x_TW: Float[Tensor, "T W"], ids_TK: Int[Tensor, "T K"], num_experts: int
-    ) -> Dispatched:
+        self,
+        x_TW: Float[Tensor, "T W"],
+        ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        num_experts: int,
+    ) -> Sorted:
         """See `Dispatcher.dispatch`."""
         plan = plan_by_expert(ids_TK, num_experts)
-        return Dispatched(rows_RW=permute(x_TW, plan), counts_L=plan.counts_E, plan=plan)
+        return Sorted(rows_RW=permute(x_TW, plan), counts_L=plan.counts_E, plan=plan)
 
-    def receive(self, flight: Dispatched) -> Dispatched:
+    def receive(self, flight: Sorted) -> Sorted:
         """See `Dispatcher.receive`."""
         return flight
 
     def combine(
-        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: Dispatched
+        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: Sorted
     ) -> Float[Tensor, "T W"]:
         """See `Dispatcher.combine`."""
         return combine(rows_RW, weights_TK, sent.plan)

@@ -73,7 +73,7 @@ class MoE(nn.Module):
         x_TD, weights_TK, ids_TK = x.flatten(0, -2), weights.flatten(0, -2), ids.flatten(0, -2)
         inner_TW = x_TD if self.latent is None else self.latent.compress(x_TD)
         dispatcher = self.dispatcher.for_mode(training=self.training)
-        flight = dispatcher.dispatch(inner_TW, ids_TK, self.config.num_experts)
+        flight = dispatcher.dispatch(inner_TW, ids_TK, weights_TK, self.config.num_experts)
         # The shared expert needs no row from elsewhere: it works while they travel.
         shared_TD = None if self.shared is None else self.shared(x_TD)
         sent = dispatcher.receive(flight)

@@ -121,7 +121,7 @@ class Router(nn.Module):
         if self.config.gating_function == "sigmoid":
             tiny = torch.finfo(scores_TE.dtype).tiny
             scores_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
-        num_tokens = torch.tensor(len(ids_TK), device=ids_TK.device)
+        num_tokens = torch.full((), len(ids_TK), device=ids_TK.device)
         if valid_T is not None:
             num_tokens = valid_T.sum()
             scores_TE = torch.where(valid_T[:, None], scores_TE, 0.0)

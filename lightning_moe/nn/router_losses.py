@@ -1,7 +1,7 @@
 """Auxiliary losses of all MoE layers of a model, with the weights their configs give."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -26,11 +26,21 @@ class RouterLosses:
     z: Float[Tensor, ""]
 
 
-def router_losses(layers: Sequence[MoE], records: Sequence[Routing]) -> RouterLosses:
+def router_losses(
+    layers: Sequence[MoE],
+    records: Sequence[Routing],
+    all_reduce_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> RouterLosses:
     """The losses of `layers`, each from its own record; add `total` to a summed loss that is divided by tokens.
 
     The orthogonality loss depends on weights only. It enters times this micro-batch's tokens, so that after the
     division by all tokens of an optimizer step it has counted once, whatever the accumulation or number of ranks.
+
+    Args:
+        layers: the MoE layers.
+        records: one per layer.
+        all_reduce_sum: sum of a tensor over all data ranks; called once for all layers, where one has the balance
+            scope `global_micro_batch`. None is needed on one rank.
 
     Raises:
         ValueError: if there isn't exactly one record per layer.
@@ -40,6 +50,7 @@ def router_losses(layers: Sequence[MoE], records: Sequence[Routing]) -> RouterLo
         raise ValueError(
             f"{len(records)} routing records for {len(layers)} MoE layers; pass one record per layer"
         )
+    records = _with_global_counts(layers, records, all_reduce_sum)
     total = balance = z = torch.zeros((), device=records[0].num_tokens.device)
     for layer, record in zip(layers, records, strict=True):
         config = layer.config.router
@@ -62,3 +73,19 @@ def router_losses(layers: Sequence[MoE], records: Sequence[Routing]) -> RouterLo
         balance = balance + layer_balance.detach() / len(layers)
         z = z + layer_z.detach() / len(layers)
     return RouterLosses(total=total, balance=balance, z=z)
+
+
+def _with_global_counts(
+    layers: Sequence[MoE], records: Sequence[Routing], all_reduce_sum: Callable[[Tensor], Tensor]
+) -> list[Routing]:
+    """Records whose counts are those of all ranks, where the layer's balance scope wants that; one message."""
+    wanted = [layer.config.router.lb_loss_scope == "global_micro_batch" for layer in layers]
+    if not any(wanted):
+        return list(records)
+    counts = [record.requested_E for record, want in zip(records, wanted, strict=True) if want]
+    sums = all_reduce_sum(torch.cat(counts)).split([count.numel() for count in counts])
+    of_layer = iter(sums)
+    return [
+        replace(record, requested_E=next(of_layer)) if want else record
+        for record, want in zip(records, wanted, strict=True)
+    ]

@@ -29,11 +29,13 @@ def balance_loss(
         records: what the layers' forwards returned, in any order.
         scope: the tokens over which f and P are taken. `sequence`: each sequence by itself, weighted by its
             tokens; independent of how a batch is split. `micro_batch`: this call's tokens on this rank.
+            `global_micro_batch`: f over the tokens of all ranks, for records whose `requested_E` is summed over
+            ranks (`nn.router_losses` does that); independent of the number of ranks.
         reduction: `mean` per token; `sum` over tokens, for losses that are divided once per optimizer step.
 
     Raises:
         RuntimeError: if a gradient is wanted but a record carries none (see `require_gradient`).
-        ValueError: if `scope` isn't one of these two, or is `sequence` and a record wasn't collected per sequence.
+        ValueError: if `scope` isn't one of these, or is `sequence` and a record wasn't collected per sequence.
 
     Source: Switch Transformers, arXiv:2101.03961, eq. 4-6, generalised to K choices; scopes: Olmo-core 3 report.
     """
