@@ -1,7 +1,8 @@
 """Checkpoints of runs: writing the last one, reading one with an error that names the file."""
 
-import pickle
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_moe.config import OptimConfig, to_mapping
+from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.strategy import ExpertParallelStrategy
 
 # Restored with the optimizer and its schedule, so that a resumed run never reads them from the options.
 _RESTORED_OPTIM: Final = (
@@ -19,17 +22,6 @@ _RESTORED_OPTIM: Final = (
     "weight_decay",
     "router_lr_scale",
     "expert_lr_scale",
-)
-
-_UNREADABLE: Final = (
-    RuntimeError,
-    ValueError,
-    OSError,
-    EOFError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    pickle.UnpicklingError,
 )
 
 
@@ -62,29 +54,47 @@ class LastCheckpoint(Checkpoint):
 
 
 def read_checkpoint(path: str, option: str) -> dict[str, Any]:
-    """The content of a checkpoint; tensors are mapped, not read.
+    """The content of a checkpoint, on one process.
 
     Args:
-        path: a file written by the Trainer.
+        path: a file written by the Trainer, or a folder written by `ExpertParallelStrategy`.
         option: the option that names it, for messages.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if there is nothing at the path.
         ValueError: if it is damaged or something else.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{option}={path} is not a file; give the path of a .ckpt file")
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{option}={path} does not exist; give the path of a checkpoint")
     try:
-        # weights_only: a checkpoint is data, and must not run code.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except _UNREADABLE as error:
+        return read_whole(path)
+    except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"{option}={path} can't be read as a checkpoint; is it truncated? ({reason})"
         ) from error
-    if not isinstance(content, dict) or "state_dict" not in content:
-        raise ValueError(f"{option}={path} is no checkpoint of the Trainer: it has no state_dict")
-    return content
+
+
+@contextmanager
+def resumable(trainer: L.Trainer, path: str | None) -> Iterator[str | None]:
+    """The checkpoint in the form that the trainer's strategy reads.
+
+    Raises:
+        ValueError: if a folder of several ranks is to be resumed by several ranks of another strategy.
+    """
+    readable = isinstance(trainer.strategy, ExpertParallelStrategy)
+    if path is None or readable or not Path(path).is_dir():
+        yield path
+        return
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"ckpt_path={path} is a folder, which only ExpertParallelStrategy reads on several ranks; "
+            "set strategy=expert_parallel"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / Path(path).name
+        torch.save(read_whole(path), file)
+        yield str(file)
 
 
 def saved_section(checkpoint: Mapping[str, Any], name: str) -> Mapping[str, object] | None:

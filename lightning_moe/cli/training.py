@@ -15,6 +15,7 @@ from lightning_moe.cli.checkpoints import (
     check_fits,
     check_resumable,
     read_checkpoint,
+    resumable,
 )
 from lightning_moe.cli.options import RunConfig, read_options
 from lightning_moe.cli.quiet import quieten
@@ -107,7 +108,8 @@ def _fit(
     """Train; returns the seconds it took."""
     started = time.perf_counter()
     try:
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+        with resumable(trainer, ckpt_path) as path:
+            trainer.fit(module, data, ckpt_path=path, weights_only=True)
     except SystemExit:
         # Lightning ends the process after Ctrl-C.
         _report_interrupt(trainer)
@@ -146,4 +148,4 @@ def _last_checkpoint(trainer: L.Trainer) -> Path | None:
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, LastCheckpoint)
     ]
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if path.exists()), None)

@@ -1,6 +1,7 @@
 """An optimizer whose state is spread over the replicas of each parameter."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,25 +38,30 @@ class ShardedState:
         self.layout = layout
         self.targets: dict[str, nn.Parameter] = {}
         names = layout.name_of()
+        refuse_foreign_parameters(optimizers, layout)
         for optimizer in optimizers:
             refuse_unless_elementwise(optimizer)
             for group in optimizer.param_groups:
-                group["params"] = [self._target(names, parameter) for parameter in group["params"]]
+                targets = [self._target(names, parameter) for parameter in group["params"]]
+                for parameter, target in zip(group["params"], targets, strict=True):
+                    if target is not parameter and parameter in optimizer.state:
+                        # A few, like Adagrad, make their state on construction.
+                        whole = optimizer.state.pop(parameter)
+                        spec = layout.specs[names[parameter]]
+                        optimizer.state[target] = _part_of_state(whole, parameter, spec)
+                group["params"] = targets
             optimizer.register_step_post_hook(lambda *_: self.publish())
         self._buckets = self._gather_buckets()
 
     def _target(self, names: dict[nn.Parameter, str], parameter: nn.Parameter) -> nn.Parameter:
-        if parameter not in names:
-            raise ValueError(
-                "an optimizer holds a parameter that isn't one of the module's; strategy.distributed_optimizer=True "
-                "can't shard it, set it to False"
-            )
         spec = self.layout.specs[names[parameter]]
+        if spec.name in self.targets:  # in several optimizers
+            return self.targets[spec.name]
         wide = at_least_float32(parameter.dtype)
         if not spec.split and parameter.dtype == wide:
             return parameter
         target = nn.Parameter(
-            part_of(parameter, spec).to(wide), requires_grad=parameter.requires_grad
+            part_of(parameter.contiguous(), spec).to(wide), requires_grad=parameter.requires_grad
         )
         self.targets[spec.name] = target
         return target
@@ -81,7 +87,8 @@ class ShardedState:
     def refresh_masters(self) -> None:
         """Take the optimizer's weights from the model's, after those were loaded."""
         for name, target in self.targets.items():
-            target.copy_(part_of(self.layout.parameters[name], self.layout.specs[name]))
+            weight = self.layout.parameters[name].contiguous()
+            target.copy_(part_of(weight, self.layout.specs[name]))
 
     def _gather_buckets(self) -> list[list[ParamSpec]]:
         """Split parameters with one group and type per message, in the module's order."""
@@ -98,6 +105,16 @@ def part_of(parameter: Tensor, spec: ParamSpec) -> Tensor:
     return parameter.detach().view(-1)[spec.chunk_start : spec.chunk_start + spec.chunk]
 
 
+def _part_of_state(whole: dict[str, Any], parameter: Tensor, spec: ParamSpec) -> dict[str, Any]:
+    def part(value: Any) -> Any:  # noqa: ANN401 - states hold numbers as well
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        wide = at_least_float32(value.dtype)
+        return part_of(value.contiguous(), spec).to(wide, copy=True)
+
+    return {key: part(value) for key, value in whole.items()}
+
+
 def _chunks(specs: list[ParamSpec], *, limit: int) -> list[list[ParamSpec]]:
     chunks: list[list[ParamSpec]] = []
     size = limit
@@ -108,6 +125,22 @@ def _chunks(specs: list[ParamSpec], *, limit: int) -> list[list[ParamSpec]]:
         chunks[-1].append(spec)
         size += spec.numel
     return chunks
+
+
+def refuse_foreign_parameters(optimizers: list[Optimizer], layout: ParamLayout) -> None:
+    """Check that every gradient an optimizer reads is one that ranks average.
+
+    Raises:
+        ValueError: if an optimizer holds a parameter that isn't the module's.
+    """
+    names = layout.name_of()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(parameter not in names for parameter in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter that isn't one of the module's, so its gradient "
+                    "would not be averaged over ranks; register it on the module"
+                )
 
 
 def refuse_unless_elementwise(optimizer: Optimizer) -> None:
@@ -124,8 +157,9 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
         {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "name")}
         for group in optimizer.param_groups
     ]
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
     try:
-        whole, parts = (_trial(type(optimizer), options, split) for split in (False, True))
+        whole, parts = (_trial(type(optimizer), options, split, device) for split in (False, True))
     except Exception as error:
         raise ValueError(
             f"strategy.distributed_optimizer=True needs an elementwise optimizer, and {name} could not be tried out "
@@ -138,12 +172,18 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def _trial(kind: Callable[..., Optimizer], options: list[dict[str, Any]], split: bool) -> Tensor:
+def _trial(
+    kind: Callable[..., Optimizer], options: list[dict[str, Any]], split: bool, device: torch.device
+) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 8, generator=generator)
-    gradients = [torch.randn(8, 8, generator=generator) for _ in range(3)]
+    start, *gradients = (torch.randn(8, 8, generator=generator).to(device) for _ in range(4))
     pieces = [nn.Parameter(p.clone()) for p in (start.view(-1).split(16) if split else [start])]
-    optimizer = kind([{"params": pieces, **options[0]}])
+    required = {
+        name: options[0][name]
+        for name, argument in inspect.signature(kind).parameters.items()
+        if argument.default is argument.empty and name in options[0]
+    }
+    optimizer = kind([{"params": pieces, **options[0]}], **required)
     for gradient in gradients:
         for piece, g in zip(pieces, gradient.view(-1).split(pieces[0].numel()), strict=True):
             piece.grad = g.view_as(piece).clone()

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
-from lightning_moe.nn import Dispatcher, MoE
+from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE
+from lightning_moe.parallel.collectives import AxisGroup
 from lightning_moe.parallel.mesh import MeshShape
 
 
@@ -28,5 +30,21 @@ def apply_expert_parallel(
     kept = [shape.experts_of(rank, layer.config.num_experts) for layer in layers]
     for layer, expert_ids in zip(layers, kept, strict=True):
         layer.experts.keep_(expert_ids)
-        if shape.ep > 1:
-            layer.dispatcher = make_dispatcher(layer)
+        layer.dispatcher = make_dispatcher(layer)
+
+
+@torch.no_grad()
+def gather_experts(module: nn.Module, group: AxisGroup) -> None:
+    """Give every rank of the expert-parallel group all experts, and the dispatcher of a single rank.
+
+    All ranks call it. Optimizers and hooks still hold the old parameters.
+    """
+    for layer in module.modules():
+        if not isinstance(layer, MoE):
+            continue
+        for name, parameter in list(layer.experts.named_parameters(recurse=False)):
+            whole = parameter.new_empty(layer.config.num_experts, *parameter.shape[1:])
+            group.all_gather(whole, parameter.detach().contiguous())
+            setattr(layer.experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        layer.experts.expert_ids = range(layer.config.num_experts)
+        layer.dispatcher = LocalDispatcher()

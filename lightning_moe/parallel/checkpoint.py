@@ -6,15 +6,21 @@ module (averaged weights, for example), and `optimizer_<i>` with flat moments an
 Tensors of one rank are given and taken as local tensors; `ParamLayout` says where they belong.
 """
 
-import math
+import io
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from pickle import PicklingError, UnpicklingError
 from typing import Any, Final
 
 import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -28,10 +34,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lightning_moe.parallel.layout import ParamLayout
+from lightning_moe.parallel.layout import ParamLayout, plain_name
 
 META: Final = "meta.pt"
+# What `meta.pt` keeps under this key is needed to read the folder.
+INFO: Final = "lightning_moe_folder"
+# A float32 weight of a narrower one, among the optimizer's tensors.
+MASTER: Final = "master"
 Tree = dict[str, Any]
+Place = tuple[str, ...]
+
+# What reading a damaged checkpoint raises. torch's CheckpointException is no Exception.
+UNREADABLE: Final = (EOFError, KeyError, RuntimeError, UnpicklingError, CheckpointException)
+_UNWRITABLE: Final = (OSError, RuntimeError, TypeError, AttributeError, PicklingError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +55,12 @@ class Part:
 
     Attributes:
         tensor: contiguous local values; loading overwrites them.
-        size: global shape.
+        whole: global shape.
         offsets: where the block starts.
     """
 
     tensor: Tensor
-    size: tuple[int, ...]
+    whole: tuple[int, ...]
     offsets: tuple[int, ...]
 
     def _chunk(self) -> ChunkStorageMetadata:
@@ -56,7 +71,7 @@ class Part:
         data = TensorWriteData(
             chunk=self._chunk(),
             properties=TensorProperties.create_from_tensor(self.tensor),
-            size=torch.Size(self.size),
+            size=torch.Size(self.whole),
         )
         index = MetadataIndex(fqn, torch.Size(self.offsets))
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
@@ -72,6 +87,16 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Part],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        # The default replaces whatever is no torch tensor by None.
+        self.flatten_state_dict = False
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         tensor: Tensor = self.state_dict[index.fqn].tensor
         return tensor
@@ -82,62 +107,77 @@ class FolderLayout:
 
     Args:
         layout: the parameters; experts' names decide, whoever owns the tensors.
+        aliases: name in `layout` of parameters that go by several names.
     """
 
-    def __init__(self, layout: ParamLayout) -> None:
+    def __init__(self, layout: ParamLayout, aliases: Mapping[str, str] | None = None) -> None:
         self.layout = layout
+        names = {name: name for name in layout.specs} | dict(aliases or {})
+        self.specs = {name: layout.specs[known] for name, known in names.items()}
 
     def weight(self, name: str, tensor: Tensor) -> Part:
         """A tensor shaped like a local parameter or buffer."""
         offsets = [0] * tensor.dim()
         size = list(tensor.shape)
-        spec = self.layout.specs.get(name)
+        spec = self.specs.get(name)
         if spec is not None and spec.num_shards > 1:
             offsets[0] = spec.shard_index * size[0]
             size[0] *= spec.num_shards
-        return Part(tensor=tensor.detach().contiguous(), size=tuple(size), offsets=tuple(offsets))
+        return Part(tensor=tensor.detach().contiguous(), whole=tuple(size), offsets=tuple(offsets))
 
     def moment(self, name: str, tensor: Tensor) -> Part:
         """A tensor of the optimizer, shaped like this rank's part of a parameter; or a scalar."""
         flat = tensor.detach().reshape(-1) if tensor.dim() else tensor.detach()
         if not tensor.dim():
-            return Part(tensor=flat, size=(), offsets=())
-        spec = self.layout.specs[name]
+            return Part(tensor=flat, whole=(), offsets=())
+        spec = self.specs[name]
         if flat.numel() != spec.chunk:
             raise ValueError(
                 f"the optimizer keeps a tensor of {flat.numel()} elements for {name}, whose part here has "
                 f"{spec.chunk}; only elementwise optimizers can be saved with experts on several ranks"
             )
         offset = spec.shard_index * spec.numel + spec.chunk_start
-        return Part(tensor=flat, size=(spec.global_numel,), offsets=(offset,))
+        return Part(tensor=flat, whole=(spec.global_numel,), offsets=(offset,))
 
-    def local_weight(
-        self, name: str, saved: TensorStorageMetadata, num_experts: int | None
-    ) -> Part:
+    def local_weight(self, saved: TensorStorageMetadata, num_experts: int | None) -> Part:
         """An empty tensor for what this rank needs of a saved one; `num_experts` if dimension 0 counts experts."""
         size, offsets = list(saved.size), [0] * len(saved.size)
         mesh = self.layout.mesh
         if num_experts is not None:
             experts = mesh.shape.experts_of(mesh.rank, num_experts)
             size[0], offsets[0] = len(experts), experts.start
-        return Part(tensor=_empty(size, saved), size=tuple(saved.size), offsets=tuple(offsets))
+        return Part(tensor=_empty(size, saved), whole=tuple(saved.size), offsets=tuple(offsets))
 
     def local_moment(self, name: str, saved: TensorStorageMetadata) -> Part | None:
         """The same for a tensor of the optimizer; None for a parameter that this model doesn't have."""
         if not saved.size:
-            return Part(tensor=_empty([], saved), size=(), offsets=())
-        spec = self.layout.specs.get(name)
+            return Part(tensor=_empty([], saved), whole=(), offsets=())
+        spec = self.specs.get(name)
         if spec is None or saved.size[0] != spec.global_numel:
             return None
         offset = spec.shard_index * spec.numel + spec.chunk_start
-        return Part(tensor=_empty([spec.chunk], saved), size=tuple(saved.size), offsets=(offset,))
+        return Part(tensor=_empty([spec.chunk], saved), whole=tuple(saved.size), offsets=(offset,))
+
+    def slice_weight(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole weight, as a single process saves it."""
+        spec = self.specs.get(name)
+        if spec is None or spec.num_shards == 1 or whole.shape[0] != spec.global_shape[0]:
+            return whole
+        start = spec.shard_index * spec.shape[0]
+        return whole[start : start + spec.shape[0]].clone()
+
+    def slice_moment(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's flat part of a whole moment."""
+        spec = self.specs[name]
+        if whole.numel() != spec.global_numel:
+            return whole
+        start = spec.shard_index * spec.numel + spec.chunk_start
+        return whole.reshape(-1)[start : start + spec.chunk].clone()
 
     def expert_counts(self) -> dict[str, int]:
         """Number of experts of every parameter whose dimension 0 counts them."""
         return {
-            name: spec.global_shape[0]
-            for name, spec in self.layout.specs.items()
-            if spec.kind == "expert"
+            name: spec.global_shape[0] for name, spec in self.specs.items() if spec.kind == "expert"
         }
 
 
@@ -145,7 +185,23 @@ def _empty(size: list[int], saved: TensorStorageMetadata) -> Tensor:
     return torch.empty(size, dtype=saved.properties.dtype)
 
 
-def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], world: "World") -> None:
+# ---- writing -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """What saving needs to know of the ranks.
+
+    Attributes:
+        is_first: whether this one writes what all share.
+        agree: raises on all ranks if any has a problem (a message, or None); also makes them wait for each other.
+    """
+
+    is_first: bool
+    agree: Callable[[str | None], None]
+
+
+def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], world: World) -> None:
     """Write a folder aside, then put it in the place of an older one; a failure leaves that as it was.
 
     All ranks call it.
@@ -155,32 +211,65 @@ def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], worl
         trees: nested dicts with `Part` leaves.
         meta: plain types; the first rank's are written.
         world: who the ranks are.
+
+    Raises:
+        RuntimeError: on all ranks, if one of them can't write.
     """
     aside = f"{path}.partial"
     fs = get_filesystem(path)
-    if world.is_first:
+
+    def clear() -> None:
         _remove(fs, aside)
         fs.makedirs(aside, exist_ok=True)
-    world.barrier()
-    save_tensors(dict(trees), checkpoint_id=aside, planner=_SavePlanner())
-    if world.is_first:
-        with fs.open(f"{aside}/{META}", "wb") as file:
-            torch.save(meta, file)
+
+    def finish() -> None:
+        _write_meta(fs, f"{aside}/{META}", meta)
         _publish(fs, aside, path)
-    world.barrier()
+
+    world.agree(_problem_of(clear) if world.is_first else None)
+    try:
+        save_tensors(dict(trees), checkpoint_id=aside, planner=_SavePlanner())
+    except CheckpointException as error:  # on all ranks
+        if world.is_first:
+            _problem_of(lambda: _remove(fs, aside))
+        raise RuntimeError(f"no checkpoint at {path}: {_first_failure(error)}") from None
+    world.agree(_problem_of(finish) if world.is_first else None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """What saving needs to know of the ranks."""
+def _problem_of(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except _UNWRITABLE as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
-    is_first: bool
-    barrier: Callable[[], None]
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (failure, _) = next(iter(sorted(error.failures.items())))
+    return f"rank {rank} could not write, is the disk full? ({type(failure).__name__}: {failure})"
+
+
+def _write_meta(fs: fsspec.AbstractFileSystem, path: str, meta: dict[str, Any]) -> None:
+    content = io.BytesIO()
+    torch.save(meta, content)
+    content.seek(0)
+    try:
+        torch.load(content, weights_only=True)
+    except UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), error)
+        raise TypeError(
+            "the hyper-parameters or a callback's state hold something that is no plain type, so that no checkpoint "
+            f"could be loaded again; leave it out of them ({reason})"
+        ) from error
+    with fs.open(path, "wb") as file:
+        file.write(content.getbuffer())
 
 
 def _publish(fs: fsspec.AbstractFileSystem, aside: str, path: str) -> None:
     previous = f"{path}.previous"
     _remove(fs, previous)
+    if _is_link(fs, path):
+        _remove(fs, path)
     if fs.exists(path):
         fs.mv(path, previous, recursive=True)
     fs.mv(aside, path, recursive=True)
@@ -188,8 +277,17 @@ def _publish(fs: fsspec.AbstractFileSystem, aside: str, path: str) -> None:
 
 
 def _remove(fs: fsspec.AbstractFileSystem, path: str) -> None:
-    if fs.exists(path):
+    if _is_link(fs, path):
+        Path(fs._strip_protocol(path)).unlink()
+    elif fs.exists(path):
         fs.rm(path, recursive=True)
+
+
+def _is_link(fs: fsspec.AbstractFileSystem, path: str) -> bool:
+    return isinstance(fs, LocalFileSystem) and Path(fs._strip_protocol(path)).is_symlink()
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
 
 
 def existing_path(path: str) -> str:
@@ -202,7 +300,7 @@ def existing_path(path: str) -> str:
     for candidate in (path, f"{path}.previous"):
         if fs.exists(candidate):
             return candidate
-    raise FileNotFoundError(f"ckpt_path={path} does not exist")
+    raise FileNotFoundError(f"checkpoint {path} does not exist")
 
 
 def is_folder(path: str) -> bool:
@@ -215,9 +313,7 @@ def is_folder(path: str) -> bool:
     if not fs.isdir(path):
         return False
     if missing := [name for name in (META, ".metadata") if not fs.exists(f"{path}/{name}")]:
-        raise ValueError(
-            f"ckpt_path={path} is not a complete checkpoint folder: it has no {missing[0]}"
-        )
+        raise ValueError(f"{path} is not a complete checkpoint folder: it has no {missing[0]}")
     return True
 
 
@@ -225,15 +321,16 @@ def read_meta(path: str) -> dict[str, Any]:
     """`meta.pt` of a folder; it can't run code."""
     with get_filesystem(path).open(f"{path}/{META}", "rb") as file:
         meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    if INFO not in meta:
+        raise ValueError(f"{path} was written by another strategy, not by ExpertParallelStrategy")
     return meta
 
 
-def read_sizes(path: str) -> dict[tuple[str, ...], TensorStorageMetadata]:
+def read_sizes(path: str) -> dict[Place, TensorStorageMetadata]:
     """Global shape and type of every tensor of a folder, by its place in the trees."""
+    reader = FsspecReader(path) if "://" in path else FileSystemReader(path)
     # Relies on the map from flat names to places that DefaultSavePlanner keeps.
-    metadata: Metadata = (
-        FileSystemReader(path).read_metadata() if "://" not in path else _remote(path)
-    )
+    metadata: Metadata = reader.read_metadata()
     return {
         tuple(str(key) for key in metadata.planner_data[fqn]): saved
         for fqn, saved in metadata.state_dict_metadata.items()
@@ -241,78 +338,56 @@ def read_sizes(path: str) -> dict[tuple[str, ...], TensorStorageMetadata]:
     }
 
 
-def _remote(path: str) -> Metadata:
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader  # noqa: PLC0415 - needs fsspec's extras
+def load_parts(path: str, parts: Mapping[Place, Part], *, alone: bool = False) -> Tree:
+    """Fill the tensors of `parts`, each named by its place in the trees, with this rank's values.
 
-    return FsspecReader(path).read_metadata()
+    Args:
+        path: the folder.
+        parts: what to read.
+        alone: no other rank takes part.
 
-
-def load_parts(path: str, parts: Mapping[tuple[str, ...], Part]) -> None:
-    """Fill the tensors of `parts`, each named by its place in the trees, with this rank's values."""
-    if parts:
-        load_tensors(_nested(parts), checkpoint_id=path, planner=_LoadPlanner())
-
-
-def _nested(parts: Mapping[tuple[str, ...], Part]) -> Tree:
+    Returns:
+        The tensors as nested dicts.
+    """
+    if parts or not alone:
+        by_name = {".".join(place): part for place, part in parts.items()}
+        with warnings.catch_warnings():
+            # torch warns that it reads alone, also where it is told to.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_tensors(by_name, checkpoint_id=path, planner=_LoadPlanner(), no_dist=alone)
     tree: Tree = {}
     for place, part in parts.items():
         branch = tree
         for key in place[:-1]:
             branch = branch.setdefault(key, {})
-        branch[place[-1]] = part
+        branch[place[-1]] = part.tensor
     return tree
 
 
-def local_tree(
-    path: str, folder: FolderLayout, tree: str, experts: Mapping[str, int]
-) -> dict[str, Tensor]:
-    """This rank's tensors of a tree shaped like the module.
-
-    Args:
-        path: the folder.
-        folder: this rank's place.
-        tree: its name, such as `state_dict`.
-        experts: number of experts of those saved tensors whose dimension 0 counts experts.
-    """
-    parts = {
-        place: folder.local_weight(place[1], saved, experts.get(place[1]))
-        for place, saved in read_sizes(path).items()
-        if place[0] == tree
-    }
-    load_parts(path, parts)
-    return {place[1]: part.tensor for place, part in parts.items()}
-
-
-def local_optimizer_state(
-    path: str, folder: FolderLayout, index: int
-) -> dict[str, dict[str, Tensor]]:
-    """This rank's part of an optimizer's tensors, by parameter name and state key."""
-    parts = {
-        place: part
-        for place, saved in read_sizes(path).items()
-        if place[0] == f"optimizer_{index}"
-        and (part := folder.local_moment(place[1], saved)) is not None
-    }
-    load_parts(path, parts)
-    state: dict[str, dict[str, Tensor]] = {}
-    for (_, name, key), part in parts.items():
-        state.setdefault(name, {})[key] = part.tensor
-    return state
+def local_parts(
+    folder: FolderLayout,
+    sizes: Mapping[Place, TensorStorageMetadata],
+    info: Mapping[str, Any],
+    *,
+    optimizers: bool,
+) -> dict[Place, Part]:
+    """What this rank needs of the tensors that a folder holds; `optimizers`: theirs as well."""
+    parts: dict[Place, Part] = {}
+    for place, saved in sizes.items():
+        tree, name = place[0], place[1]
+        if tree in info["trees"]:
+            name = plain_name(name).removeprefix(info["trees"][tree]["prefix"])
+            parts[place] = folder.local_weight(saved, info["experts"].get(name))
+        elif optimizers and (part := folder.local_moment(name, saved)) is not None:
+            parts[place] = part
+    return parts
 
 
-def slice_weight(folder: FolderLayout, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of a whole weight, as a single process saves it."""
-    spec = folder.layout.specs.get(name)
-    if spec is None or spec.num_shards == 1 or whole.shape[0] != spec.global_shape[0]:
-        return whole
-    start = spec.shard_index * spec.shape[0]
-    return whole[start : start + spec.shape[0]].clone()
-
-
-def slice_moment(folder: FolderLayout, name: str, whole: Tensor) -> Tensor:
-    """This rank's flat part of a whole moment."""
-    spec = folder.layout.specs[name]
-    if math.prod(whole.shape) != spec.global_numel:
-        return whole
-    start = spec.shard_index * spec.numel + spec.chunk_start
-    return whole.reshape(-1)[start : start + spec.chunk].clone()
+def merge_trees(meta: Tree, trees: Tree) -> Tree:
+    """Put trees of tensors, and what isn't a tensor among them, back where they were taken from."""
+    for tree, origin in meta[INFO]["trees"].items():
+        branch = meta
+        for key in origin["path"][:-1]:
+            branch = branch[key]
+        branch[origin["path"][-1]] = trees.get(tree, {}) | origin["rest"]
+    return meta

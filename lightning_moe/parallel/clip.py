@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.scale import scale_
 from lightning_moe.parallel.collectives import AxisGroup
 
@@ -28,10 +29,10 @@ def global_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     infinite = math.isinf(norm_type)
     if gradients:
-        norms = torch._foreach_norm([gradient for gradient, _ in gradients], norm_type)
-        stacked = torch.stack([norm.to(torch.float64) for norm in norms])
+        stacked = _norms([gradient for gradient, _ in gradients], norm_type)
         if infinite:
-            total = stacked.max()
+            # Ranks may pick either of a number and NaN as the larger: infinity says the same and always wins.
+            total = stacked.max().nan_to_num(nan=math.inf, posinf=math.inf)
         else:
             shares = torch.tensor(
                 [share for _, share in gradients], dtype=torch.float64, device=device
@@ -39,6 +40,19 @@ def global_norm(
             total = (stacked.pow(norm_type) * shares).sum()
     world.all_reduce(total, "max" if infinite else "sum")
     return total if infinite else total.pow(1 / norm_type)
+
+
+def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """One norm per tensor, computed in at least float32."""
+    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    places: dict[torch.dtype, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        places.setdefault(at_least_float32(gradient.dtype), []).append(place)
+    for dtype, own in places.items():
+        found = torch._foreach_norm([gradients[place] for place in own], norm_type, dtype=dtype)
+        for place, norm in zip(own, found, strict=True):
+            norms[place] = norm.to(torch.float64)
+    return torch.stack(norms)
 
 
 def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:

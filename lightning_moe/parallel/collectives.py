@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from lightning_moe.parallel.mesh import Axis, MeshShape
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Work(Protocol):
     """A collective under way."""
 
@@ -179,6 +180,13 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def gather_objects(own: T) -> list[T]:
+    """Every rank's object, in rank order; for small ones, outside of steps."""
+    everyone: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return cast("list[T]", everyone)  # all_gather_object has filled every place
 
 
 def all_ranks_fail(problem: str | None, group: AxisGroup, device: torch.device) -> None:

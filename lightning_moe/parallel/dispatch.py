@@ -18,10 +18,12 @@ class Exchanged(Dispatched):
     """Rows that came from all ranks of the group.
 
     Attributes:
+        plan: how the copies were sorted, for the way back.
         send_splits, receive_splits: rows to and from each rank.
         regroup: order that turns (source rank, expert) into (expert, source rank); None with one local expert.
     """
 
+    plan: Plan
     send_splits: list[int]
     receive_splits: list[int]
     regroup: Plan | None
@@ -36,7 +38,7 @@ class InFlight:
     plan: Plan
     send_splits: list[int]
     receive_splits: list[int]
-    counts_sources_L: Int[Tensor, "G L"]
+    counts_GL: Int[Tensor, "G L"]
 
 
 class AllToAllDispatcher:
@@ -59,7 +61,11 @@ class AllToAllDispatcher:
         return self
 
     def dispatch(
-        self, x_TW: Float[Tensor, "T W"], ids_TK: Int[Tensor, "T K"], num_experts: int
+        self,
+        x_TW: Float[Tensor, "T W"],
+        ids_TK: Int[Tensor, "T K"],
+        weights_TK: Float[Tensor, "T K"],
+        num_experts: int,
     ) -> InFlight:
         """Sort, exchange counts, and set the rows going."""
         plan = plan_by_expert(ids_TK, num_experts)
@@ -78,7 +84,7 @@ class AllToAllDispatcher:
             plan=plan,
             send_splits=send_splits,
             receive_splits=receive_splits,
-            counts_sources_L=sent[:, rank].contiguous(),
+            counts_GL=sent[:, rank].contiguous(),
         )
 
     def receive(self, flight: InFlight) -> Exchanged:
@@ -86,15 +92,13 @@ class AllToAllDispatcher:
         if flight.work is not None:
             flight.work.wait()
         rows_RW, regroup = flight.rows_RW, None
-        num_local = flight.counts_sources_L.shape[1]
+        num_local = flight.counts_GL.shape[1]
         if num_local > 1:
-            regroup = plan_by_expert(
-                _expert_of_row(flight.counts_sources_L, len(rows_RW)), num_local
-            )
+            regroup = plan_by_expert(_expert_of_row(flight.counts_GL, len(rows_RW)), num_local)
             rows_RW = reorder(rows_RW, regroup.order_N, regroup.inverse_TK.flatten())
         return Exchanged(
             rows_RW=rows_RW,
-            counts_L=flight.counts_sources_L.sum(dim=0),
+            counts_L=flight.counts_GL.sum(dim=0),
             plan=flight.plan,
             send_splits=flight.send_splits,
             receive_splits=flight.receive_splits,
@@ -122,11 +126,11 @@ class AllToAllDispatcher:
             )
 
 
-def _expert_of_row(counts_sources_L: Tensor, num_rows: int) -> Tensor:
+def _expert_of_row(counts_GL: Tensor, num_rows: int) -> Tensor:
     """(R, 1) local expert of each received row, rows being ordered by (source, expert)."""
-    num_sources, num_local = counts_sources_L.shape
-    ids = torch.arange(num_local, device=counts_sources_L.device).repeat(num_sources)
-    return ids.repeat_interleave(counts_sources_L.flatten(), output_size=num_rows).unsqueeze(-1)
+    num_sources, num_local = counts_GL.shape
+    ids = torch.arange(num_local, device=counts_GL.device).repeat(num_sources)
+    return ids.repeat_interleave(counts_GL.flatten(), output_size=num_rows).unsqueeze(-1)
 
 
 def _exchange(

@@ -115,7 +115,8 @@ class ParamLayout:
             split=split
             and replicas.size > 1
             and numel >= MIN_SPLIT_NUMEL
-            and numel % replicas.size == 0,
+            and numel % replicas.size == 0
+            and parameter.is_contiguous(),
         )
 
     def replicas(self, spec: ParamSpec) -> AxisGroup:

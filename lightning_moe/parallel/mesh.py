@@ -6,7 +6,7 @@ dp * cp * tp = ep_dp * ep, and ep is innermost: neighbouring ranks, which a node
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -76,22 +76,28 @@ class MeshShape:
 
         Collectives along `ep` exchange tokens, along `ep_dp` reduce experts, along `dense` everything else.
         """
-        view = MOE_VIEW if axis in ("ep_dp", "ep") else DENSE_VIEW
-        free = ("dp", "cp") if axis == "dense" else (axis,)
-        own = self.coordinates(rank, view)
-        return tuple(
-            other
-            for other in range(self.world)
-            if all(
-                index == own[name]
-                for name, index in self.coordinates(other, view).items()
-                if name not in free
-            )
-        )
+        key = self._group_key(axis)
+        own = key(rank)
+        return tuple(other for other in range(self.world) if key(other) == own)
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along `axis`, each rank in exactly one, in the order of their first ranks."""
-        return tuple(sorted({self.ranks_along(axis, rank) for rank in range(self.world)}))
+        key = self._group_key(axis)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            members.setdefault(key(rank), []).append(rank)
+        return tuple(map(tuple, members.values()))
+
+    def _group_key(self, axis: Axis) -> Callable[[int], tuple[int, ...]]:
+        """What all ranks of one group along `axis` share: their places along the view's other axes."""
+        view = MOE_VIEW if axis in ("ep_dp", "ep") else DENSE_VIEW
+        free = ("dp", "cp") if axis == "dense" else (axis,)
+
+        def key(rank: int) -> tuple[int, ...]:
+            own = self.coordinates(rank, view)
+            return tuple(index for name, index in own.items() if name not in free)
+
+        return key
 
     def experts_of(self, rank: int, num_experts: int) -> range:
         """Global ids of the experts that live on `rank`.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.parallel.collectives import AxisGroup, Work
@@ -75,6 +76,9 @@ class GradientReducer:
         self.enabled = True
         self.launches: list[tuple[int, bool]] = []
         self._wide_sums: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor | None] = {}
+        self._name_of = {targets.get(name, p): name for name, p in layout.parameters.items()}
+        self._frozen = [name for name, p in layout.parameters.items() if not p.requires_grad]
         self._buckets = _make_buckets(layout, bucket_bytes)
         self._bucket_of = {
             spec.name: i for i, bucket in enumerate(self._buckets) for spec in bucket.specs
@@ -92,8 +96,36 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let `optimizer.zero_grad` also drop what micro-batches that weren't reduced have left here."""
+        clear = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            clear(set_to_none)
+            for group in optimizer.param_groups:
+                for owner in group["params"]:
+                    name = self._name_of.get(owner)
+                    if name is None:  # added after fit began; `finish` says so
+                        continue
+                    if name in self.targets:
+                        self.layout.parameters[name].grad = None
+                    self._wide_sums.pop(name, None)
+
+        # On the object, not its class: it stays what the user built, and pickling leaves this out.
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
     def finish(self) -> None:
-        """Send what hasn't left yet, wait, and hand gradients to their owners. Call after the backward of a step."""
+        """Send what hasn't left yet, wait, and hand gradients to their owners. Call after the backward of a step.
+
+        Raises:
+            RuntimeError: if a parameter that was frozen when training began isn't any more.
+        """
+        for name in self._frozen:
+            if self.layout.parameters[name].requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when fit began and now requires a gradient, which would not be "
+                    "averaged over ranks; begin with all parameters trainable, or call fit again to unfreeze some"
+                )
         self._launch_in_order(in_backward=False, force=True)
         for bucket in self._buckets:
             if bucket.work is not None:
@@ -102,15 +134,24 @@ class GradientReducer:
         self._next = 0
 
     def _hooks(self, name: str, parameter: nn.Parameter) -> list[torch.utils.hooks.RemovableHandle]:
-        spec = self.layout.specs[name]
-        handles = [
-            parameter.register_post_accumulate_grad_hook(lambda p: self._on_gradient(name, p))
+        return [
+            parameter.register_hook(lambda gradient: self._before_gradient(name, gradient)),
+            parameter.register_post_accumulate_grad_hook(lambda p: self._on_gradient(name, p)),
         ]
-        if spec.kind == "expert" and spec.num_shards > 1:
-            handles.append(parameter.register_hook(lambda gradient: gradient / spec.num_shards))
-        return handles
+
+    def _before_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        spec = self.layout.specs[name]
+        if name in self.targets and not self.targets[name].requires_grad:
+            # `toggle_optimizer` has frozen the optimizer's parameter, which stands for this one.
+            parameter = self.layout.parameters[name]
+            self._held[name], parameter.grad = parameter.grad, None
+        scaled = spec.kind == "expert" and spec.num_shards > 1
+        return gradient / spec.num_shards if scaled else gradient
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        if name in self._held:
+            parameter.grad = self._held.pop(name)
+            return
         gradient = parameter.grad
         if gradient is not None and gradient.dtype != at_least_float32(gradient.dtype):
             self._add_wide(name, gradient)

@@ -4,3 +4,5 @@ from lightning_moe.strategy.expert_parallel import ExpertParallelStrategy
 from lightning_moe.strategy.registry import register_strategies
 
 __all__ = ["ExpertParallelStrategy", "register_strategies"]
+
+register_strategies()

@@ -1,27 +1,30 @@
 """The strategy's checkpoint hooks: folders that load at any number of ranks, and single files of other runs."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_moe.optim.sharded import ShardedState, part_of
 from lightning_moe.parallel import checkpoint as folders
+from lightning_moe.parallel.checkpoint import INFO, MASTER, FolderLayout
+from lightning_moe.parallel.collectives import gather_objects
 from lightning_moe.parallel.layout import ParamLayout, plain_name
+from lightning_moe.parallel.whole_checkpoint import read_file
 from lightning_moe.strategy.plain import plain, rank_state
+from lightning_moe.strategy.trees import take_trees
 
-# What `meta.pt` keeps under this key is needed to read the folder.
-INFO: Final = "lightning_moe_folder"
-MASTER: Final = "master"
+T = TypeVar("T")
 
 
 class FolderCheckpoints:
@@ -36,11 +39,37 @@ class FolderCheckpoints:
     optimizers: list[Optimizer]
     lightning_module: L.LightningModule | None
     is_global_zero: bool
+    checkpoint_io: CheckpointIO
+    _rng_to_restore: dict[str, Any] | None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Weights are loaded into tensors that are spread already."""
         return True
+
+    def on_train_start(self) -> None:
+        """Refuse a plugin for single files, which would have no effect."""
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"{type(self.checkpoint_io).__name__} has no effect on ExpertParallelStrategy, which writes folders "
+                "from all ranks; remove it from the Trainer's plugins"
+            )
+        super().on_train_start()  # type: ignore[misc]
+
+    @property
+    def failing(self) -> BaseException | None:
+        """What has stopped this rank, while it cleans up after it: the other ranks are elsewhere."""
+        assert self.lightning_module is not None
+        error = sys.exc_info()[1]
+        alone = self.lightning_module.trainer.interrupted and not isinstance(
+            error, SIGTERMException
+        )
+        return error if alone else None
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, except where they won't come."""
+        if self.lightning_module is None or self.failing is None:
+            super().barrier(name)  # type: ignore[misc]
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -71,24 +100,26 @@ class FolderCheckpoints:
     ) -> None:
         """Write a checkpoint folder; all ranks must call it.
 
+        A rank that is failing says so and writes nothing: the others don't come, and waiting for them would hide the
+        error that counts.
+
         Raises:
-            RuntimeError: on a rank that is failing: the others are elsewhere, and waiting for them would hide the
-                error that counts.
+            RuntimeError: on all ranks, if one of them can't write; what was at `filepath` before is still there.
         """
-        failing = sys.exc_info()[1]
-        if failing is not None and not isinstance(failing, SIGTERMException):
-            raise RuntimeError(
-                f"no checkpoint at {filepath}: saving needs all ranks, and this one has stopped with "
-                f"{type(failing).__name__}: {failing}"
+        if self.failing is not None:
+            sys.stderr.write(
+                f"no checkpoint at {filepath}: saving needs all ranks, and this one was stopped by "
+                f"{type(self.failing).__name__}\n"
             )
+            return
         if storage_options is not None:
             raise TypeError("ExpertParallelStrategy saves folders, which take no storage_options")
-        folder = folders.FolderLayout(self._layout())
-        trees = self._model_trees(folder, checkpoint)
+        folder = self._folder()
         optimizers = checkpoint.pop("optimizer_states", None)
+        trees, origins = take_trees(checkpoint, folder)
         info: dict[str, Any] = {
             "experts": folder.expert_counts(),
-            "trees": list(trees),
+            "trees": origins,
             "optimizers": None,
         }
         if optimizers is not None:
@@ -96,32 +127,14 @@ class FolderCheckpoints:
                 self._split_off_tensors(folder, i, saved, trees)
                 for i, saved in enumerate(optimizers)
             ]
-        info["ranks"] = _gathered(rank_state(checkpoint))
-        world = folders.World(is_first=self.is_global_zero, barrier=self.barrier)  # type: ignore[attr-defined]
-        meta = {**plain(checkpoint), INFO: plain(info)}
-        folders.save_folder(str(self.broadcast(str(filepath))), trees, meta, world)  # type: ignore[attr-defined]
-
-    def _model_trees(
-        self, folder: folders.FolderLayout, checkpoint: dict[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        """Take the weights, and what else holds a tensor per expert weight, out of the checkpoint."""
-        experts = folder.expert_counts()
-        trees = {}
-        for key, value in list(checkpoint.items()):
-            names = (
-                {plain_name(str(name)) for name in value} if isinstance(value, Mapping) else set()
-            )
-            if key == "state_dict" or (experts and names.issuperset(experts)):
-                trees[key] = {
-                    plain_name(name): folder.weight(plain_name(name), tensor)
-                    for name, tensor in checkpoint.pop(key).items()
-                    if isinstance(tensor, Tensor)
-                }
-        return trees
+        info["ranks"] = gather_objects(rank_state(checkpoint))
+        path = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
+        world = folders.World(is_first=self.is_global_zero, agree=lambda p: _agree(p, path))
+        folders.save_folder(path, trees, {**plain(checkpoint), INFO: plain(info)}, world)
 
     @staticmethod
     def _split_off_tensors(
-        folder: folders.FolderLayout,
+        folder: FolderLayout,
         index: int,
         saved: dict[str, Any],
         trees: dict[str, dict[str, Any]],
@@ -148,89 +161,89 @@ class FolderCheckpoints:
 
         Raises:
             FileNotFoundError: if there is nothing at the path.
-            ValueError: if what is there is no checkpoint, is cut short, or needs code to be loaded.
+            ValueError: if what is there is no checkpoint, is cut short, or needs code to be loaded. Either on all
+                ranks.
         """
-        path = folders.existing_path(str(self.broadcast(str(checkpoint_path))))  # type: ignore[attr-defined]
-        folder = folders.FolderLayout(self._layout())
-        try:
-            if folders.is_folder(path):
-                return self._load_folder(path, folder)
-            return self._load_file(path, folder, weights_only)
-        except (EOFError, UnpicklingError, RuntimeError) as error:
-            raise ValueError(f"ckpt_path={path} is not a readable checkpoint: {error}") from error
+        path = str(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
+        self._rng_to_restore = None
+        folder = self._folder()
+        found = _jointly(lambda: folders.existing_path(path), path)
+        if _jointly(lambda: folders.is_folder(found), path):
+            return self._load_folder(found, folder)
+        return _jointly(lambda: self._load_file(found, folder, weights_only), path)
 
-    def _load_folder(self, path: str, folder: folders.FolderLayout) -> dict[str, Any]:
-        checkpoint = folders.read_meta(path)
-        info = checkpoint.pop(INFO)
-        for tree in info["trees"]:
-            checkpoint[tree] = folders.local_tree(path, folder, tree, info["experts"])
-        if info["optimizers"] is not None and self.optimizers:
+    def _load_folder(self, path: str, folder: FolderLayout) -> dict[str, Any]:
+        checkpoint = _jointly(lambda: folders.read_meta(path), path)
+        sizes = _jointly(lambda: folders.read_sizes(path), path)
+        info = checkpoint[INFO]
+        resume = info["optimizers"] is not None and bool(self.optimizers)
+        parts = folders.local_parts(folder, sizes, info, optimizers=resume)
+        try:
+            tensors = folders.load_parts(path, parts)
+        except folders.UNREADABLE as error:
+            raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+        folders.merge_trees(checkpoint, tensors)
+        del checkpoint[INFO]
+        if resume:
             checkpoint["optimizer_states"] = [
                 {
-                    "state": _merged(
-                        folders.local_optimizer_state(path, folder, i), saved["plain"]
-                    ),
+                    "state": _merged(tensors.get(f"optimizer_{i}", {}), saved["plain"]),
                     "param_groups": saved["param_groups"],
                 }
                 for i, saved in enumerate(info["optimizers"])
             ]
-        self._restore_rank(checkpoint, info["ranks"])
+            self._restore_rank(checkpoint, info["ranks"])
         return checkpoint
 
     def _load_file(
-        self, path: str, folder: folders.FolderLayout, weights_only: bool | None
+        self, path: str, folder: FolderLayout, weights_only: bool | None
     ) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=weights_only is not False
-        )
-        if "state_dict" not in checkpoint:
-            raise ValueError(f"ckpt_path={path} is no Lightning checkpoint: it has no state_dict")
+        checkpoint = read_file(path, weights_only=weights_only is not False)
         checkpoint["state_dict"] = {
-            name: folders.slice_weight(folder, plain_name(name), tensor)
+            name: folder.slice_weight(plain_name(name), tensor)
+            if isinstance(tensor, Tensor)
+            else tensor
             for name, tensor in checkpoint["state_dict"].items()
         }
-        if INFO in checkpoint:  # a folder that was consolidated into one file
-            saved = checkpoint.pop(INFO)["optimizers"] or []
-            states = [checkpoint.pop(f"optimizer_{i}", {}) for i in range(len(saved))]
-            whole = [
-                {"state": _merged(state, kept["plain"]), "param_groups": kept["param_groups"]}
-                for state, kept in zip(states, saved, strict=True)
+        if "optimizer_states" in checkpoint and self.optimizers:
+            checkpoint["optimizer_states"] = [
+                self._by_name(i, state, folder)
+                for i, state in enumerate(checkpoint["optimizer_states"])
             ]
-        else:
-            whole = [
-                self._by_name(i, state)
-                for i, state in enumerate(checkpoint.get("optimizer_states", []))
-            ]
-        if whole and self.optimizers:
-            for optimizer in whole:
-                for name, state in optimizer["state"].items():
-                    for key, value in state.items():
-                        if isinstance(value, Tensor) and value.dim():
-                            state[key] = folders.slice_moment(folder, name, value)
-            checkpoint["optimizer_states"] = whole
         return checkpoint
 
-    def _by_name(self, index: int, saved: dict[str, Any]) -> dict[str, Any]:
-        """A torch optimizer's state, which counts parameters, keyed by the names this run has in the same places."""
+    def _by_name(self, index: int, saved: dict[str, Any], folder: FolderLayout) -> dict[str, Any]:
+        """Local parts of a torch optimizer's state, which counts parameters, by the names they have in this run."""
         if index >= len(self.optimizers):
             return {"state": {}, "param_groups": []}
-        names = self._optimizer_names()
-        own = [[names[p] for p in group["params"]] for group in self.optimizers[index].param_groups]
-        sizes = [len(group["params"]) for group in saved["param_groups"]]
+        own = self._group_names(self.optimizers[index])
+        groups = saved["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
         if sizes != [len(group) for group in own]:
             raise ValueError(
-                f"the checkpoint's optimizer has groups of {sizes} parameters, this run's {[len(g) for g in own]}"
+                f"the checkpoint's optimizer has groups of {sizes} parameters, this run's {[len(g) for g in own]}; "
+                "load weights only, or use the optimizer of the saved run"
             )
+        names = [group.get("param_names", mine) for group, mine in zip(groups, own, strict=True)]
         name_of = {
             number: name
-            for group, group_names in zip(saved["param_groups"], own, strict=True)
+            for group, group_names in zip(groups, names, strict=True)
             for number, name in zip(group["params"], group_names, strict=True)
         }
         return {
-            "state": {name_of[number]: dict(state) for number, state in saved["state"].items()},
+            "state": {
+                name_of[number]: {
+                    key: folder.slice_moment(name_of[number], value)
+                    if isinstance(value, Tensor) and value.dim() and name_of[number] in folder.specs
+                    else value
+                    for key, value in state.items()
+                }
+                for number, state in saved["state"].items()
+            },
             "param_groups": [
-                {**group, "params": group_names}
-                for group, group_names in zip(saved["param_groups"], own, strict=True)
+                {key: value for key, value in group.items() if key != "param_names"}
+                | {"params": group_names}
+                for group, group_names in zip(groups, names, strict=True)
             ],
         }
 
@@ -241,45 +254,80 @@ class FolderCheckpoints:
         state = {
             wanted.get(plain_name(name), name): t for name, t in checkpoint["state_dict"].items()
         }
-        self.lightning_module.load_state_dict(state, strict=strict)
+        unfit = self.lightning_module.load_state_dict(state, strict=strict)
+        if unfit.missing_keys or unfit.unexpected_keys:
+            rank_zero_warn(
+                f"strict_loading=False: the checkpoint lacks {unfit.missing_keys} and has {unfit.unexpected_keys}, "
+                "which the module doesn't have"
+            )
         if self.sharded is not None:
             self.sharded.refresh_masters()
+            self._widen_masters(checkpoint["state_dict"])
+
+    @torch.no_grad()
+    def _widen_masters(self, weights: Mapping[str, Any]) -> None:
+        """Masters of narrow weights take what the checkpoint holds, before it is rounded."""
+        assert self.sharded is not None
+        for name, target in self.sharded.targets.items():
+            if name in weights and self._is_master(name):
+                target.copy_(part_of(weights[name], self._layout().specs[name]))
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Local parts of moments and masters, and the groups' options, into this run's optimizers."""
+        """Local parts of moments and masters, and the groups' options, into this run's optimizers.
+
+        Raises:
+            ValueError: if the checkpoint's optimizers are others than this run's.
+        """
+        self.load_moments(checkpoint)
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = {name: p for p, name in self._optimizer_names().items()}
-            self._load_groups(optimizer, saved["param_groups"])
+            for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in options.items() if key != "params"})
+
+    @torch.no_grad()
+    def load_moments(self, checkpoint: Mapping[str, Any]) -> None:
+        """The same without the groups' options.
+
+        Raises:
+            ValueError: if the checkpoint's optimizers are others than this run's.
+        """
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"the checkpoint holds the state of {len(states)} optimizers, this run has {len(self.optimizers)}"
+            )
+        parameters = {name: p for p, name in self._optimizer_names().items()}
+        for optimizer, saved in zip(self.optimizers, states, strict=True):
+            self._check_groups(optimizer, saved["param_groups"])
             for name, state in saved["state"].items():
                 target = parameters[name]
-                master = state.pop(MASTER, None)
-                if master is not None:
-                    self._load_master(name, master)
+                if MASTER in state:
+                    self._load_master(name, state.pop(MASTER))
                 if state:
                     optimizer.state[target] = {
-                        key: _fitting(value, target) for key, value in state.items()
+                        key: _fitting(value, target, f"{key} of {name}")
+                        for key, value in state.items()
                     }
+        if self.sharded is not None:
+            self.sharded.publish()
 
-    def _load_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-        names = self._optimizer_names()
-        own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        if own != [group["params"] for group in saved]:
+    def _check_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+        own, theirs = self._group_names(optimizer), [group["params"] for group in saved]
+        if own != theirs:
+            mine, others = {n for g in own for n in g}, {n for g in theirs for n in g}
+            difference = sorted(mine ^ others)[:3] or "the same, in other groups or another order"
             raise ValueError(
-                "the checkpoint's optimizer groups other parameters than this run's; load weights only, or use the "
-                "optimizer of the saved run"
+                f"the checkpoint's optimizer holds other parameters than this run's ({difference}); load weights only, "
+                "or use the optimizer of the saved run"
             )
-        for group, options in zip(optimizer.param_groups, saved, strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
 
     def _load_master(self, name: str, master: Tensor) -> None:
         """Into the master, or into the weight itself where this run keeps it wide."""
         layout, spec = self._layout(), self._layout().specs[name]
         if self.sharded is not None and name in self.sharded.targets:
-            self.sharded.targets[name].copy_(master)
-            self.sharded.publish()
+            self.sharded.targets[name].copy_(master.view_as(self.sharded.targets[name]))
         else:
-            part_of(layout.parameters[name], spec).copy_(master)
+            part_of(layout.parameters[name], spec).copy_(master.view(-1))
 
     # ---- helpers ---------------------------------------------------------------------------------------------
 
@@ -287,12 +335,25 @@ class FolderCheckpoints:
         assert self.layout is not None
         return self.layout
 
+    def _folder(self) -> FolderLayout:
+        assert self.lightning_module is not None
+        known = self._layout().name_of()
+        aliases = {
+            plain_name(name): known[parameter]
+            for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False)
+        }
+        return FolderLayout(self._layout(), aliases)
+
     def _optimizer_names(self) -> dict[Tensor, str]:
         """Name of what each optimizer parameter stands for."""
         names: dict[Tensor, str] = {p: name for p, name in self._layout().name_of().items()}  # noqa: C416 - widens the key type
         if self.sharded is not None:
             names.update({target: name for name, target in self.sharded.targets.items()})
         return names
+
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        names = self._optimizer_names()
+        return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def _is_master(self, name: str) -> bool:
         targets = self.sharded.targets if self.sharded is not None else {}
@@ -309,10 +370,36 @@ class FolderCheckpoints:
                 ]
 
 
-def _gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
+def _jointly(action: Callable[[], T], path: str) -> T:
+    """What `action` gives, once it has worked on all ranks.
+
+    Raises:
+        FileNotFoundError, ValueError: this rank's own problem.
+        RuntimeError: another rank's.
+    """
+    problem: Exception | None = None
+    try:
+        result = action()
+    except (OSError, ValueError) as error:
+        problem = error
+    except folders.UNREADABLE as error:
+        problem = ValueError(f"{path} is not a readable checkpoint: {error}")
+    message = None if problem is None else f"{type(problem).__name__}: {problem}"
+    others = gather_objects(message)
+    if problem is not None:
+        raise problem
+    _raise_first(others, path)
+    return result
+
+
+def _agree(problem: str | None, path: str) -> None:
+    _raise_first(gather_objects(problem), f"no checkpoint at {path}")
+
+
+def _raise_first(problems: list[str | None], what: str) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise RuntimeError(f"{what}: rank {rank}: {problem}")
 
 
 def _merged(
@@ -323,10 +410,15 @@ def _merged(
     }
 
 
-def _fitting(value: Any, target: Tensor) -> Any:  # noqa: ANN401 - optimizers keep tensors and numbers
+def _fitting(value: Any, target: Tensor, what: str) -> Any:  # noqa: ANN401 - optimizers keep tensors and numbers
     if not isinstance(value, Tensor):
         return value
     if not value.dim():
         # AdamW counts steps in a float32 tensor that lives with its kernels.
         return value.to(target.device)
+    if value.numel() != target.numel():
+        raise ValueError(
+            f"the checkpoint's {what} has {value.numel()} elements on this rank, the parameter {target.numel()}; was "
+            "it saved by another optimizer or model?"
+        )
     return value.view(target.shape).to(device=target.device, dtype=target.dtype)

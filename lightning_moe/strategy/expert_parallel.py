@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -14,8 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_moe.nn import Dispatcher, MoE
-from lightning_moe.optim.sharded import ShardedState
+from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE
+from lightning_moe.ops.capacity import Overflow
+from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
 from lightning_moe.optim.step_window import close_window
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.clip import clip_, global_norm
@@ -25,11 +26,15 @@ from lightning_moe.parallel.layout import ParamLayout
 from lightning_moe.parallel.mesh import MeshShape, resolve_expert_parallel
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
+from lightning_moe.parallel.static_dispatch import StaticDispatcher
+from lightning_moe.strategy.agreement import StopRequest
 from lightning_moe.strategy.checkpointing import FolderCheckpoints
+from lightning_moe.strategy.joint_stages import JointStages
+from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
 from lightning_moe.strategy.plain import restore_rng
 
 
-class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
+class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
     """Experts stay on their ranks and tokens travel; everything else is data parallel with sharded optimizer state.
 
     Works for any LightningModule with `lightning_moe.nn.MoE` layers, and for one without. Weights, losses and
@@ -38,7 +43,11 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
     Args:
         expert_parallel: ranks that share out the experts of a layer; must divide the number of experts and of
             ranks. `auto`: as many as fit into one node.
-        dispatcher: `all_to_all` (no token is dropped).
+        dispatcher: `all_to_all` (no token is dropped) or `static` (fixed shapes and no host sync; what overflows an
+            expert's capacity is dropped in training).
+        capacity_factor: slots of an expert over its even share; `static` only.
+        overflow: who keeps a slot when there are too few: `position` (earlier tokens) or `weight` (larger weights);
+            `static` only.
         receive_limit: rows that one rank may receive per layer and micro-batch under `all_to_all`; more is an error
             on all ranks. None: no limit; a rank may receive up to ranks * tokens * top_k rows.
         distributed_optimizer: split optimizer state over replicas (more than one rank only).
@@ -52,11 +61,13 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
         ValueError: for sizes that don't fit, on every rank, before a process group exists or a weight is changed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword per option
         self,
         expert_parallel: int | Literal["auto"] = "auto",
         *,
-        dispatcher: Literal["all_to_all"] = "all_to_all",
+        dispatcher: Literal["all_to_all", "static"] = "all_to_all",
+        capacity_factor: float = 1.25,
+        overflow: Overflow = "position",
         receive_limit: int | None = None,
         distributed_optimizer: bool = True,
         bucket_mb: float = 25.0,
@@ -64,10 +75,13 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **lightning_options: Any,  # noqa: ANN401 - DDPStrategy's own, checked below
     ) -> None:
-        _check_options(lightning_options, dispatcher, bucket_mb, receive_limit)
+        _refuse_unknown(lightning_options)
         limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         super().__init__(timeout=limit, start_method=start_method, **lightning_options)
         self.expert_parallel = expert_parallel
+        self.dispatcher = dispatcher
+        self.capacity_factor = capacity_factor
+        self.overflow: Overflow = overflow
         self.receive_limit = receive_limit
         self.distributed_optimizer = distributed_optimizer
         self.bucket_mb = bucket_mb
@@ -76,6 +90,45 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
         self.sharded: ShardedState | None = None
         self.reducer: GradientReducer | None = None
         self._rng_to_restore: dict[str, Any] | None = None
+        self._stop = StopRequest()
+        self._predict_batches: list[tuple[int, int]] = []
+        self._check_options()
+
+    def _check_options(self) -> None:
+        static = self.dispatcher == "static"
+        if self.dispatcher not in ("all_to_all", "static"):
+            raise ValueError(
+                f"strategy.dispatcher={self.dispatcher!r} must be all_to_all or static"
+            )
+        if self.overflow not in ("position", "weight"):
+            raise ValueError(f"strategy.overflow={self.overflow!r} must be position or weight")
+        if self.capacity_factor <= 0:
+            raise ValueError(f"strategy.capacity_factor={self.capacity_factor} must be above 0")
+        if not static and (self.capacity_factor, self.overflow) != (1.25, "position"):
+            raise ValueError(
+                f"strategy.capacity_factor={self.capacity_factor} and strategy.overflow={self.overflow} have no "
+                "effect with strategy.dispatcher=all_to_all, which drops nothing; unset them or choose static"
+            )
+        if static and self.receive_limit is not None:
+            raise ValueError(
+                f"strategy.receive_limit={self.receive_limit} has no effect with strategy.dispatcher=static, whose "
+                "capacity_factor is the limit; unset it"
+            )
+        if self.receive_limit is not None and self.receive_limit < 1:
+            raise ValueError(
+                f"strategy.receive_limit={self.receive_limit} must be at least 1, or null for none"
+            )
+        if self.bucket_mb <= 0:
+            raise ValueError(f"strategy.bucket_mb={self.bucket_mb} must be above 0")
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = ProcessLauncher(self, start_method=self._start_method)
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
@@ -87,7 +140,8 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
             assert self._timeout is not None
             self.mesh = ProcessMesh(shape, self._timeout)
         rank_zero_info(
-            f"expert parallel: {shape.ep} ranks share the experts, {shape.ep_dp} replicas of each expert"
+            f"expert parallel over {shape.world} ranks: ep={shape.ep} (ranks that share out the experts), "
+            f"ep_dp={shape.ep_dp} (replicas of each expert)"
         )
         self._spread_experts()
 
@@ -105,10 +159,25 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
         mesh = self._connected()
         assert self.lightning_module is not None
 
-        def dispatcher(layer: MoE) -> Dispatcher:
-            return AllToAllDispatcher(mesh.ep, receive_limit=self.receive_limit)
+        apply_expert_parallel(
+            self.lightning_module,
+            mesh.shape,
+            mesh.rank,
+            lambda layer: self._dispatcher(mesh, layer),
+        )
 
-        apply_expert_parallel(self.lightning_module, mesh.shape, mesh.rank, dispatcher)
+    def _dispatcher(self, mesh: ProcessMesh, layer: MoE) -> Dispatcher:
+        if self.dispatcher == "static":
+            return StaticDispatcher(
+                mesh.ep,
+                num_experts=layer.config.num_experts,
+                top_k=layer.config.router.top_k,
+                capacity_factor=self.capacity_factor,
+                overflow=self.overflow,
+            )
+        if mesh.ep.size == 1:
+            return LocalDispatcher()
+        return AllToAllDispatcher(mesh.ep, receive_limit=self.receive_limit)
 
     def _connected(self) -> ProcessMesh:
         if self.mesh is None:
@@ -143,6 +212,7 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
             self._share_out(self.layout)
         self.setup_precision_plugin()
         if fitting:
+            self._follow_optimizers()
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _share_out(self, layout: ParamLayout) -> None:
@@ -151,10 +221,19 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
         self.sharded = None
         if layout.mesh.shape.world == 1:
             return
+        refuse_foreign_parameters(self.optimizers, layout)
         if self.distributed_optimizer:
             self.sharded = ShardedState(self.optimizers, layout)
         targets = self.sharded.targets if self.sharded is not None else {}
         self.reducer = GradientReducer(layout, targets, bucket_bytes=int(self.bucket_mb * 2**20))
+
+    def _follow_optimizers(self) -> None:
+        """After the precision plugin is connected: that wraps the optimizers anew."""
+        # Manual optimisation calls Lightning's wrappers; each imitates the class of its optimizer.
+        wrapped = cast("list[Optimizer]", self._lightning_optimizers)
+        if self.reducer is not None:
+            for optimizer in (*self.optimizers, *wrapped):
+                self.reducer.follow(optimizer)
 
     def _remove_hooks(self) -> None:
         if self.reducer is not None:
@@ -222,11 +301,21 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
 
         return super().optimizer_step(optimizer, closed, model, **options)
 
+    def reduce(
+        self,
+        tensor: Any,  # noqa: ANN401 - Lightning's signature
+        group: Any = None,  # noqa: ANN401
+        reduce_op: Any = "mean",  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """As in `DDPStrategy`, and noted in the ledger."""
+        if self.mesh is not None and self.mesh.dense.size > 1 and isinstance(tensor, Tensor):
+            self.mesh.ledger.enter("all_reduce", "dense", tensor)
+        return super().reduce(tensor, group, reduce_op)
+
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of `optimizer` over all ranks, each element once; equal everywhere."""
-        gradients = [
-            (p.grad, self._norm_share(p)) for p in _parameters(optimizer) if p.grad is not None
-        ]
+        shares = self._shares()
+        gradients = [(p.grad, shares[p]) for p in _parameters(optimizer) if p.grad is not None]
         return global_norm(
             gradients, self._connected().dense, norm_type=norm_type, device=self.root_device
         )
@@ -242,9 +331,6 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.clip_grad_norm(optimizer, clip_val)
 
-    def _norm_share(self, parameter: Tensor) -> float:
-        return self._shares()[parameter]
-
     def _shares(self) -> dict[Tensor, float]:
         assert self.layout is not None
         targets = self.sharded.targets if self.sharded is not None else {}
@@ -255,6 +341,7 @@ class ExpertParallelStrategy(FolderCheckpoints, DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
         """A resumed run goes on with each rank's own random numbers, from its first batch on."""
+        super().on_train_batch_start(batch, batch_idx)
         if self._rng_to_restore is not None:
             restore_rng(self._rng_to_restore)
             self._rng_to_restore = None
@@ -281,19 +368,9 @@ _LIGHTNING_OPTIONS = frozenset(
 )
 
 
-def _check_options(
-    lightning_options: dict[str, Any], dispatcher: str, bucket_mb: float, receive_limit: int | None
-) -> None:
+def _refuse_unknown(lightning_options: dict[str, Any]) -> None:
     if unknown := sorted(set(lightning_options) - _LIGHTNING_OPTIONS):
         raise TypeError(
             f"ExpertParallelStrategy has no option {unknown[0]!r}; DDP's own options have no effect here, since the "
             "module isn't wrapped in DistributedDataParallel"
-        )
-    if dispatcher != "all_to_all":
-        raise ValueError(f"strategy.dispatcher={dispatcher!r} must be all_to_all")
-    if bucket_mb <= 0:
-        raise ValueError(f"strategy.bucket_mb={bucket_mb} must be above 0")
-    if receive_limit is not None and receive_limit < 1:
-        raise ValueError(
-            f"strategy.receive_limit={receive_limit} must be at least 1, or null for no limit"
         )

@@ -25,7 +25,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
 
 def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(3)}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="no checkpoint of the Trainer"):
+    with pytest.raises(ValueError, match="no Lightning checkpoint: it has no state_dict"):
         read_checkpoint(str(tmp_path / "other.ckpt"), "init_from")
 
 

@@ -55,7 +55,7 @@ def test_help_of_a_hydra_command_shows_groups_and_examples(
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; from lightning_moe.cli import main\n"
+        "import sys; sys.argv[0] = '/bin/lightning-moe'; from lightning_moe.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
@@ -78,16 +78,16 @@ def test_help_needs_no_torch() -> None:
         (["optim.lr=-1"], "error: optim.lr=-1.0 must be finite and at least 0"),
         (
             ["ckpt_path=none.ckpt"],
-            "error: ckpt_path=none.ckpt is not a file; give the path of a .ckpt file",
+            "error: ckpt_path=none.ckpt does not exist; give the path of a checkpoint",
         ),
         (
             ["init_from=none.ckpt"],
-            "error: init_from=none.ckpt is not a file; give the path of a .ckpt file",
+            "error: init_from=none.ckpt does not exist; give the path of a checkpoint",
         ),
         (["data.paths=[none.txt]"], "error: data.paths='none.txt' does not exist; check the path"),
         (
             ["experiment=tiny_anneal"],
-            "error: init_from=RUN/checkpoints/last.ckpt is not a file; give the path",
+            "error: init_from=RUN/checkpoints/last.ckpt does not exist; give the path",
         ),
     ],
 )

@@ -1,0 +1,133 @@
+"""Checkpoints as one process would have written them: no ranks are needed to read a folder."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from torch import Tensor, nn
+
+from lightning_moe.parallel.checkpoint import (
+    INFO,
+    UNREADABLE,
+    Part,
+    Tree,
+    existing_path,
+    is_folder,
+    load_parts,
+    merge_trees,
+    read_meta,
+    read_sizes,
+)
+
+
+def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
+    """A checkpoint in Lightning's own format, with all experts and whole moments, on the CPU.
+
+    Any other strategy can resume from it, once `torch.save` has written it to a file.
+
+    Args:
+        path: a folder of `ExpertParallelStrategy`, the file that Lightning's `consolidate_checkpoint` makes of it, or
+            an ordinary checkpoint file; local, or any fsspec URL.
+        weights_only: refuse a file that would run code. Folders never do.
+
+    Raises:
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if what is there is no checkpoint, is cut short, or needs code to be loaded.
+    """
+    found = existing_path(str(path))
+    try:
+        if is_folder(found):
+            meta = read_meta(found)
+            return _single_process_format(meta, _read_tensors(found))
+        return read_file(found, weights_only=weights_only)
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+
+
+def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
+    """Weights of a checkpoint, in any of the formats of `read_whole`, into a module on one process.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_whole`.
+        RuntimeError: naming what is missing, unexpected or of another shape.
+    """
+    module.load_state_dict(read_whole(path)["state_dict"], strict=strict)
+
+
+def read_file(path: str, *, weights_only: bool = True) -> dict[str, Any]:
+    """The content of a checkpoint file, also of a consolidated one, in Lightning's own format.
+
+    Raises:
+        ValueError: if it holds something else.
+    """
+    if "://" in path:
+        with get_filesystem(path).open(path, "rb") as file:
+            content: object = torch.load(file, map_location="cpu", weights_only=weights_only)
+    else:
+        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    if not isinstance(content, dict) or "state_dict" not in content:
+        raise ValueError(f"{path} is no Lightning checkpoint: it has no state_dict")
+    return _single_process_format(content, content) if INFO in content else content
+
+
+def _read_tensors(path: str) -> Tree:
+    parts = {
+        place: Part(
+            tensor=torch.empty(saved.size, dtype=saved.properties.dtype),
+            whole=tuple(saved.size),
+            offsets=(0,) * len(saved.size),
+        )
+        for place, saved in read_sizes(path).items()
+    }
+    return load_parts(path, parts, alone=True)
+
+
+def _single_process_format(content: Tree, trees: Tree) -> dict[str, Any]:
+    info = content[INFO]
+    names = list(info["trees"])
+    merged = merge_trees(content, {name: trees[name] for name in names if name in trees})
+    del merged[INFO]
+    for name in names:
+        if info["trees"][name]["path"] != [name]:
+            merged.pop(name, None)
+    if info["optimizers"] is not None:
+        merged["optimizer_states"] = [
+            _torch_format(trees.get(f"optimizer_{i}", {}), saved, merged["state_dict"])
+            for i, saved in enumerate(info["optimizers"])
+        ]
+        for i in range(len(info["optimizers"])):
+            merged.pop(f"optimizer_{i}", None)
+    return merged
+
+
+def _torch_format(
+    tensors: Tree, saved: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """State by number, as `torch.optim.Optimizer.state_dict` has it; `param_names` keeps the names."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in saved["param_groups"]:
+        first = len(numbers)
+        numbers |= {name: first + i for i, name in enumerate(group["params"])}
+        groups.append(
+            group
+            | {
+                "params": [numbers[name] for name in group["params"]],
+                "param_names": group["params"],
+            }
+        )
+    state = {
+        number: {key: _shaped(value, weights[name]) for key, value in tensors.get(name, {}).items()}
+        | saved["plain"].get(name, {})
+        for name, number in numbers.items()
+        if name in tensors or name in saved["plain"]
+    }
+    return {"state": state, "param_groups": groups}
+
+
+def _shaped(value: Tensor, weight: Tensor) -> Tensor:
+    whole = value.numel() == math.prod(weight.shape) and value.dim() > 0
+    return value.view(weight.shape) if whole else value

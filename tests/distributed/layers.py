@@ -1,0 +1,142 @@
+"""MoE layers spread over ranks, and the same layer on one rank with everybody's tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_moe.config import LatentMoEConfig, MoEConfig, RouterConfig, SharedExpertConfig
+from lightning_moe.nn import MoE, z_loss
+from lightning_moe.parallel import (
+    AllToAllDispatcher,
+    Ledger,
+    MeshShape,
+    ProcessMesh,
+    apply_expert_parallel,
+)
+from lightning_moe.parallel.static_dispatch import StaticDispatcher
+from tests.unit.nn.randomized import randomized
+
+WIDTH = 6
+TIMEOUT = timedelta(seconds=120)
+
+
+class OrderedLedger(Ledger):
+    """Also keeps the order of the calls, and the bytes of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[tuple[str, str]] = []
+        self.sizes: list[int] = []
+
+    def enter(self, kind: str, axis: str, payload: Tensor) -> None:
+        super().enter(kind, axis, payload)
+        self.order.append((kind, axis))
+        self.sizes.append(payload.numel() * payload.element_size())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layer and the tokens of each rank.
+
+    Attributes:
+        tokens: per rank; ranks beyond its end begin anew.
+        crowded: experts whose selection bias draws every token to them.
+        recompute: run the layer inside a checkpoint.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    tokens: tuple[int, ...] = (5, 3, 7, 4)
+    crowded: tuple[int, ...] = ()
+    recompute: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def layer(self, dtype: torch.dtype = torch.float64) -> MoE:
+        """The whole layer, equal on all ranks."""
+        router = RouterConfig(
+            top_k=self.top_k, score_correction_bias=True, z_loss_weight=0.1, lb_loss_weight=0.1
+        )
+        config = MoEConfig(
+            num_experts=self.num_experts, hidden_size=3, router=router, **self.options
+        )
+        layer = randomized(MoE(WIDTH, config), torch.Generator().manual_seed(1)).to(dtype)
+        assert layer.router.score_bias is not None
+        for expert in self.crowded:
+            layer.router.score_bias[expert] += 100.0
+        return layer
+
+    def tokens_of(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Input of a rank, and the weights of its output in the loss."""
+        generator = torch.Generator().manual_seed(10 + rank)
+        shape = self.tokens[rank % len(self.tokens)], WIDTH
+        x, mix = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        return x.to(dtype), mix.to(dtype)
+
+
+CASES = {
+    "plain": Case(),
+    "one_expert_per_rank_at_most": Case(num_experts=4),
+    "all_on_one_rank": Case(crowded=(0, 1)),
+    "all_on_one_expert": Case(top_k=1, crowded=(6,)),
+    "a_rank_without_tokens": Case(tokens=(5, 0, 7, 0)),
+    "no_tokens_at_all": Case(tokens=(0,)),
+    "one_token": Case(tokens=(0, 1, 0, 0), top_k=1),
+    "all_experts_chosen": Case(num_experts=4, top_k=4),
+    "one_choice": Case(top_k=1),
+    "latent_and_shared_and_biases": Case(
+        options={
+            "latent": LatentMoEConfig(latent_dim=4, bias=True, norm=True),
+            "shared": SharedExpertConfig(hidden_size=5),
+            "expert_bias": True,
+        }
+    ),
+    "recomputed": Case(recompute=True, options={"expert_bias": True}),
+    "recomputed_all_on_one_rank": Case(recompute=True, crowded=(0, 1)),
+}
+
+
+def connect(world: int, ep: int | None = None) -> tuple[ProcessMesh, OrderedLedger]:
+    """A mesh over all ranks, with a ledger that keeps the order."""
+    mesh = ProcessMesh(MeshShape(world=world, ep=world if ep is None else ep), TIMEOUT)
+    ledger = OrderedLedger()
+    for group in (mesh.dense, mesh.ep, mesh.ep_dp):
+        group.ledger = ledger
+    return mesh, ledger
+
+
+def spread(layer: MoE, mesh: ProcessMesh, dispatcher: str, **options: Any) -> MoE:  # noqa: ANN401
+    """The same layer with this rank's experts only; `static` has room for everything unless told otherwise."""
+
+    def make(owner: MoE) -> Any:  # noqa: ANN401
+        if dispatcher == "all_to_all":
+            return AllToAllDispatcher(mesh.ep, **options)
+        top_k, num_experts = owner.config.router.top_k, owner.config.num_experts
+        everything = {"capacity_factor": num_experts / top_k}
+        return StaticDispatcher(
+            mesh.ep, num_experts=num_experts, top_k=top_k, **{**everything, **options}
+        )
+
+    apply_expert_parallel(layer, mesh.shape, mesh.rank, make)
+    return layer
+
+
+def run(layer: MoE, x: Tensor, *, recompute: bool = False) -> tuple[Tensor, Any]:
+    """Output and record."""
+    forward: Callable[..., Any] = layer
+    if recompute:
+        return checkpoint(forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+    return forward(x)  # type: ignore[no-any-return]
+
+
+def objective(parts: Sequence[tuple[Tensor, Tensor, Any]]) -> Tensor:
+    """A loss that is a sum over tokens: of (output, mix, record) triples."""
+    total = parts[0][0].new_zeros(())
+    for y, mix, record in parts:
+        scores = record.score_sums_E * torch.arange(1, len(record.score_sums_E) + 1)
+        total = total + (y * mix).sum() + z_loss([record], reduction="sum") + scores.sum()
+    return total

@@ -1,0 +1,149 @@
+"""What can't work is refused at once: before ranks are connected, and before a weight is changed."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_moe import ExpertParallelStrategy
+from tests.distributed.test_equivalence import OwnModule
+from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
+from tests.ranks import run_ranks
+
+
+def _trainer(
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    expert_parallel: Any,  # noqa: ANN401
+) -> L.Trainer:
+    size = str(world)
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=ExpertParallelStrategy(expert_parallel),
+        logger=False,
+        enable_checkpointing=False,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("num_experts", "world", "expert_parallel", "message"),
+    [
+        (6, 4, 4, "model.moe.num_experts=6 is not a multiple of strategy.expert_parallel=4"),
+        (4, 4, 3, "model.moe.num_experts=4 is not a multiple of strategy.expert_parallel=3"),
+        (8, 4, 8, "strategy.expert_parallel=8 does not divide the 4 ranks"),
+        (2, 4, 4, "model.moe.num_experts=2 is not a multiple of strategy.expert_parallel=4"),
+        (4, 4, 0, "strategy.expert_parallel=0 must be a positive integer"),
+        (4, 4, -1, "strategy.expert_parallel=-1 must be a positive integer"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
+    monkeypatch: pytest.MonkeyPatch,
+    num_experts: int,
+    world: int,
+    expert_parallel: int,
+    message: str,
+) -> None:
+    module = Recorded(config(num_experts=num_experts), torch.optim.AdamW)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    trainer = _trainer(monkeypatch, world, expert_parallel)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, batches(0, 1, steps=1))
+    assert not dist.is_initialized()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dispatcher": "x"}, "strategy.dispatcher='x' must be all_to_all or static"),
+        ({"dispatcher": "static", "overflow": "x"}, "strategy.overflow='x' must be position or"),
+        ({"dispatcher": "static", "capacity_factor": 0.0}, "capacity_factor=0.0 must be above 0"),
+        ({"capacity_factor": 2.0}, "have no effect with strategy.dispatcher=all_to_all"),
+        ({"dispatcher": "static", "receive_limit": 9}, "receive_limit=9 has no effect"),
+        ({"receive_limit": 0}, "strategy.receive_limit=0 must be at least 1"),
+        ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be above 0"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_options_that_can_not_work_are_refused_on_construction(
+    options: dict[str, Any], message: str
+) -> None:
+    # As from the command line, where no type checker stands between.
+    checked = ExpertParallelStrategy.__init__
+    unchecked = getattr(checked, "__wrapped__", checked)
+    strategy = ExpertParallelStrategy.__new__(ExpertParallelStrategy)
+    with pytest.raises(ValueError, match=message):
+        unchecked(strategy, **options)
+
+
+def test_options_of_ddp_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(TypeError, match="no option 'find_unused_parameters'"):
+        ExpertParallelStrategy(find_unused_parameters=True)
+
+
+class WithOptimizer(OwnModule):
+    """Any optimizer, built by its name."""
+
+    def __init__(self, make: str) -> None:
+        super().__init__(with_moe=True, with_window=False)
+        self.make = make
+        # In no list of submodules: the module doesn't know its parameters.
+        self.hidden = [nn.Linear(6, 6)]
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        if self.make == "foreign":
+            return torch.optim.AdamW([*self.parameters(), *self.hidden[0].parameters()])
+        if self.make == "Muon":
+            return torch.optim.Muon([p for p in self.parameters() if p.dim() == 2])
+        return getattr(torch.optim, self.make)(self.parameters())
+
+
+def _optimizer(rank: int, world: int, make: str, ep: int, distributed: bool) -> str | None:
+    data: list[Tensor] = [torch.zeros(2, 5, 6)]
+    strategy = parallel(ep, distributed_optimizer=distributed)
+    try:
+        fit(rank, world, WithOptimizer(make), data, strategy=strategy, precision="32-true")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "ep", "distributed", "message"),
+    [
+        ("Muon", 1, True, "Muon could not be tried out"),
+        ("Adafactor", 1, True, "Adafactor updates a matrix differently in parts"),
+        ("LBFGS", 1, True, "LBFGS could not be tried out"),
+        ("LBFGS", 2, False, "LBFGS does not work with experts on several ranks"),
+        ("foreign", 1, True, "AdamW holds a parameter that isn't one of the module's"),
+        ("foreign", 2, False, "AdamW holds a parameter that isn't one of the module's"),
+    ],
+)
+def test_optimizers_that_ranks_would_break_are_refused_on_all_ranks(
+    make: str, ep: int, distributed: bool, message: str
+) -> None:
+    for error in run_ranks(_optimizer, 2, make, ep, distributed, timeout_s=120):
+        assert error is not None
+        assert message in error
+
+
+@pytest.mark.parametrize("make", ["Muon", "Adafactor"])
+def test_optimizers_over_whole_matrices_work_without_the_distributed_optimizer(make: str) -> None:
+    assert run_ranks(_optimizer, 2, make, 1, False, timeout_s=120) == [None, None]

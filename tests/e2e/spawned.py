@@ -1,0 +1,16 @@
+"""What a spawned rank must be able to import."""
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from lightning_moe import TokenBatch
+from tests.distributed.lightning_ranks import batches
+
+
+class SpawnData(L.LightningDataModule):
+    """The batches of each rank."""
+
+    def train_dataloader(self) -> DataLoader[TokenBatch]:
+        assert self.trainer is not None
+        rows = batches(self.trainer.global_rank, self.trainer.world_size, 12)
+        return DataLoader(rows, batch_size=None)

@@ -1,0 +1,131 @@
+"""However the ranks are started, two of them train like one."""
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_moe import ExpertParallelStrategy
+from lightning_moe.strategy import register_strategies
+from tests.distributed.lightning_ranks import Plan, batches, make_module, make_trainer, run_plans
+from tests.e2e.test_rank_faults import run_script
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    """Weights of one process after 8 steps."""
+    return run_ranks(run_plans, 1, [Plan(steps=8)])[0][0].weights
+
+
+def _results(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("result-*.json"))]
+
+
+def _assert_trained(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    results = _results(folder)
+    assert [(result["rank"], result["step"]) for result in results] == [(0, 8), (1, 8)]
+    dense = [w for n, w in expected.items() if ".experts." not in n and "score_bias" not in n]
+    experts = [w for name, w in expected.items() if ".experts." in name]
+    for rank, result in enumerate(results):
+        own = [*dense, *(w.chunk(2)[rank] for w in experts)]
+        total = sum(w.double().abs().sum().item() for w in own)
+        assert result["weights"] == pytest.approx(total, rel=1e-9)
+
+
+def test_a_script_by_itself_starts_its_ranks(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    ended = run_script(tmp_path, "none", "strategy=expert_parallel")
+    assert ended.code == 0, ended.said
+    _assert_trained(tmp_path, expected)
+    assert ended.running == []
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    ended = run_script(tmp_path, "none", launcher=launcher)
+    assert ended.code == 0, ended.said
+    _assert_trained(tmp_path, expected)
+
+
+def test_slurm_starts_the_ranks(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[2]
+    tasks = []
+    for rank in range(2):
+        variables = {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "SLURM_NNODES": "1",
+            "SLURM_NODELIST": "127.0.0.1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": str(root),
+        }
+        command = [sys.executable, "-m", "tests.e2e.rank_script", str(tmp_path), "none"]
+        tasks.append(subprocess.Popen(command, cwd=root, env={**os.environ, **variables}))
+    assert [task.wait(150) for task in tasks] == [0, 0]
+    _assert_trained(tmp_path, expected)
+
+
+SPAWN = """
+import warnings, pickle, sys
+warnings.filterwarnings("ignore")
+from tests.distributed.lightning_ranks import make_module, make_trainer
+from tests.e2e.spawned import SpawnData
+if __name__ == "__main__":
+    module = make_module().double()
+    trainer = make_trainer(2, "expert_parallel_spawn", max_steps=8)
+    trainer.fit(module, datamodule=SpawnData())
+    pickle.dump(dict(module.state_dict()), open(sys.argv[1], "wb"))
+"""
+
+
+def test_spawned_ranks_give_all_experts_back(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWN)
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "weights")],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+        timeout=150,
+    )
+    weights = pickle.loads((tmp_path / "weights").read_bytes())
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_names_are_known_to_the_trainer_and_can_be_registered_again() -> None:
+    register_strategies()
+    trainer = make_trainer(1, "expert_parallel")
+    assert isinstance(trainer.strategy, ExpertParallelStrategy)
+
+
+def test_an_option_of_ddp_is_refused() -> None:
+    with pytest.raises(TypeError, match="no option 'find_unused_parameters'; DDP's own options"):
+        ExpertParallelStrategy(find_unused_parameters=True)
+
+
+def test_a_strategy_on_one_device_needs_no_other_process(tmp_path: Path) -> None:
+    module = make_module().double()
+    trainer = make_trainer(1, "expert_parallel", max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(module, DataLoader(batches(0, 1), batch_size=None))
+    assert trainer.global_step == 2
+    torch.distributed.destroy_process_group()
