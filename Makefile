@@ -10,7 +10,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 # Processes of the unit tests; 0 is this one. Each further one costs an `import torch`.
-WORKERS ?= 0
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install

@@ -50,7 +50,7 @@ def test_available_balance_scopes_are_accepted(scope: str) -> None:
     assert scope in AVAILABLE_BALANCE_SCOPES
 
 
-@pytest.mark.parametrize("scope", ["global_micro_batch", "accumulated", "lagged", "exact"])
+@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
 def test_planned_balance_scopes_are_refused_with_the_available_ones_named(scope: str) -> None:
     message = (
         f"model.moe.router.lb_loss_scope='{scope}' is not available yet; "
