@@ -26,6 +26,7 @@ from lightning_moe.nn.router_losses import router_losses
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
 from lightning_moe.optim import StepWindow, build_optimizer, close_window, learning_rate_factor
 from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.strategy import ExpertParallelStrategy
 
 
 class MoEModule(L.LightningModule):
@@ -246,6 +247,15 @@ class MoEModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """A new fit has a new schedule, so its tokens start at 0; a resumed one takes its count back after this."""
+        spread = any(
+            len(layer.experts.expert_ids) < layer.config.num_experts for layer in self.moe_layers
+        )
+        if spread and not isinstance(self.trainer.strategy, ExpertParallelStrategy):
+            raise ValueError(
+                "this rank holds some of the module's experts only, left from an earlier fit, and "
+                f"{type(self.trainer.strategy).__name__} needs all; use ExpertParallelStrategy again, or build the "
+                "module anew with load_from_checkpoint"
+            )
         if stage == "fit":
             self._tokens_seen = torch.zeros((), dtype=torch.int64)
 

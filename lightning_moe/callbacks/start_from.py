@@ -31,7 +31,7 @@ class StartFrom(L.Callback):
         self.moments = moments
         if not self.path.exists():
             raise FileNotFoundError(
-                f"init_from={path} does not exist; give the path of a .ckpt file or folder"
+                f"init_from={path} is not a file or a folder; give the path of a checkpoint"
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 import torch
@@ -61,6 +62,7 @@ class StepWindow:
         self._num_tokens: Tensor | None = None
         self._requested: list[Tensor] = []
         self._sums: dict[str, Tensor] = {}
+        self._divided: StepStatistics | None = None
 
     @property
     def is_open(self) -> bool:
@@ -114,6 +116,25 @@ class StepWindow:
             total + counts for total, counts in zip(self._requested, requested, strict=True)
         ]
 
+    def divide_ahead(
+        self, *, all_reduce_sum: Callable[[Tensor], Tensor], num_ranks: int, accumulate: int
+    ) -> Tensor | None:
+        """The factor that `close` would put on gradients, for a reducer that applies it on the way.
+
+        To be called after the last forward of a step. `close` then leaves the gradients alone.
+
+        Returns:
+            A float64 scalar, or None when the step holds no loss of this window.
+        """
+        if not self._num_losses:
+            return None
+        self._divided = self._reduced(all_reduce_sum)
+        return self._factor(self._divided, num_ranks, accumulate)
+
+    def _factor(self, statistics: StepStatistics, num_ranks: int, accumulate: int) -> Tensor:
+        tokens = statistics.num_tokens.clamp(min=1).double()
+        return accumulate * num_ranks * self.nominal_tokens / tokens
+
     def close(
         self,
         *,
@@ -134,17 +155,12 @@ class StepWindow:
         """
         if not self.is_open:
             return self.last
-        # By what was called, not by the tokens seen: every rank must take the same branch.
-        scale_gradients = self._num_losses > 0
-        statistics = self._reduced(all_reduce_sum)
-        if scale_gradients:
-            factor = (
-                accumulate
-                * num_ranks
-                * self.nominal_tokens
-                / statistics.num_tokens.clamp(min=1).double()
-            )
-            scale_(gradients, factor)
+        statistics = self._divided
+        if statistics is None:
+            statistics = self._reduced(all_reduce_sum)
+            # By what was called, not by the tokens seen: every rank must take the same branch.
+            if self._num_losses:
+                scale_(gradients, self._factor(statistics, num_ranks, accumulate))
         self.reset()
         self.last = statistics
         return statistics
@@ -171,6 +187,12 @@ class StepWindow:
         )
 
 
+def divide_ahead(module: L.LightningModule) -> Tensor | None:
+    """`StepWindow.divide_ahead` of `module.window`, if it has one."""
+    window = _window_of(module)
+    return None if window is None else window.divide_ahead(**_ranks_of(module))
+
+
 def close_window(module: L.LightningModule) -> StepStatistics | None:
     """Close the step of `module.window`, if it has one and it is open, and give its statistics.
 
@@ -179,20 +201,28 @@ def close_window(module: L.LightningModule) -> StepStatistics | None:
     Raises:
         TypeError: if `module.window` exists and isn't a `StepWindow`.
     """
-    window = getattr(module, "window", None)
-    if window is None:
-        return None
-    if not isinstance(window, StepWindow):
-        raise TypeError(
-            f"{type(module).__name__}.window must be a lightning_moe.StepWindow, not {type(window)}"
-        )
-    trainer = module.trainer
-    return window.close(
-        all_reduce_sum=lambda tensor: trainer.strategy.reduce(tensor, reduce_op="sum"),
-        num_ranks=trainer.world_size,
-        accumulate=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
-        gradients=_gradients(module),
+    window = _window_of(module)
+    return (
+        None if window is None else window.close(**_ranks_of(module), gradients=_gradients(module))
     )
+
+
+def _window_of(module: L.LightningModule) -> StepWindow | None:
+    window = getattr(module, "window", None)
+    if window is None or isinstance(window, StepWindow):
+        return window
+    raise TypeError(
+        f"{type(module).__name__}.window must be a lightning_moe.StepWindow, not {type(window)}"
+    )
+
+
+def _ranks_of(module: L.LightningModule) -> dict[str, Any]:
+    trainer = module.trainer
+    return {
+        "all_reduce_sum": lambda tensor: trainer.strategy.reduce(tensor, reduce_op="sum"),
+        "num_ranks": trainer.world_size,
+        "accumulate": trainer.accumulate_grad_batches if module.automatic_optimization else 1,
+    }
 
 
 def _gradients(module: L.LightningModule) -> list[Tensor]:

@@ -56,6 +56,7 @@ class GradientReducer:
 
     Attributes:
         enabled: off for all but the last micro-batch of a step.
+        scale: factor on all gradients of the next reduction (0-d), which costs no pass of its own; None is 1.
         launches: (bucket, whether backward was still running) in order, of the last reduction.
 
     Args:
@@ -74,6 +75,7 @@ class GradientReducer:
         self.layout = layout
         self.targets = targets
         self.enabled = True
+        self.scale: Tensor | None = None
         self.launches: list[tuple[int, bool]] = []
         self._wide_sums: dict[str, Tensor] = {}
         self._held: dict[str, Tensor | None] = {}
@@ -131,7 +133,7 @@ class GradientReducer:
             if bucket.work is not None:
                 bucket.work.wait()
             self._deliver(bucket)
-        self._next = 0
+        self._next, self.scale = 0, None
 
     def _hooks(self, name: str, parameter: nn.Parameter) -> list[torch.utils.hooks.RemovableHandle]:
         return [
@@ -186,7 +188,8 @@ class GradientReducer:
         for spec, columns, flag in bucket.places():
             gradient = self._take(spec)
             if gradient is not None:
-                torch.div(gradient.view(rows, -1), size, out=message[:, columns])
+                factor = 1 / size if self.scale is None else self.scale / size
+                torch.mul(gradient.view(rows, -1), factor, out=message[:, columns])
                 message[:, flag] = 1.0
         if bucket.scatter:
             bucket.reduced = message.new_empty(1, bucket.num_columns)

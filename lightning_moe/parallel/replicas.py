@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lightning_moe.nn import MoE, MoETransformer
+from lightning_moe.nn.init import draw_seed
 from lightning_moe.parallel.collectives import AxisGroup
 from lightning_moe.parallel.layout import ParamLayout
 
@@ -23,27 +24,22 @@ def sync_replicas(module: nn.Module, layout: ParamLayout) -> None:
 def materialize(module: nn.Module, device: torch.device, world: AxisGroup) -> None:
     """Give tensors that `configure_model` built on the meta device memory and initial values.
 
-    All ranks draw from the first rank's seed. Experts are drawn by their global ids, so that the number of ranks
-    doesn't matter.
+    All ranks use the first rank's seeds: what torch's generator would have given a build with memory. Experts are
+    drawn by their global ids, so that the number of ranks doesn't matter.
 
     Raises:
         ValueError: if a submodule with meta tensors has no `reset_parameters` to fill them.
     """
-    owners = [owner for owner in module.modules() if _owns_meta(owner)]
-    if not owners:
-        return
-    seed = torch.randint(2**62, (1,), device="cpu").to(device)
-    world.broadcast(seed)
     done: set[nn.Module] = set()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int(seed.item()))
-        for owner in module.modules():
-            if owner not in done and any(map(_owns_meta, _reset_with(owner))):
-                _reset(owner, device)
-                done.update(_reset_with(owner))
+    for owner in module.modules():
+        if owner not in done and any(map(_owns_meta, _reset_with(owner))):
+            seed = torch.tensor(draw_seed(), device=device)
+            world.broadcast(seed)
+            _reset(owner, device, int(seed.item()))
+            done.update(_reset_with(owner))
 
 
-def _reset(owner: nn.Module, device: torch.device) -> None:
+def _reset(owner: nn.Module, device: torch.device, seed: int) -> None:
     reset = getattr(owner, "reset_parameters", None)
     if reset is None:
         raise ValueError(
@@ -51,7 +47,12 @@ def _reset(owner: nn.Module, device: torch.device) -> None:
             "values; add it, or build the module without torch.device('meta')"
         )
     owner.to_empty(device=device, recurse=len(_reset_with(owner)) > 1)
-    reset()
+    if isinstance(owner, MoE | MoETransformer):
+        owner.reset_parameters(seed)
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        reset()
 
 
 def _reset_with(owner: nn.Module) -> list[nn.Module]:

@@ -1,9 +1,9 @@
 """The strategy's checkpoint hooks: folders that load at any number of ranks, and single files of other runs."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -21,10 +21,9 @@ from lightning_moe.parallel.checkpoint import INFO, MASTER, FolderLayout
 from lightning_moe.parallel.collectives import gather_objects
 from lightning_moe.parallel.layout import ParamLayout, plain_name
 from lightning_moe.parallel.whole_checkpoint import read_file
+from lightning_moe.strategy.joint_errors import agree, jointly
 from lightning_moe.strategy.plain import plain, rank_state
 from lightning_moe.strategy.trees import take_trees
-
-T = TypeVar("T")
 
 
 class FolderCheckpoints:
@@ -129,7 +128,7 @@ class FolderCheckpoints:
             ]
         info["ranks"] = gather_objects(rank_state(checkpoint))
         path = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
-        world = folders.World(is_first=self.is_global_zero, agree=lambda p: _agree(p, path))
+        world = folders.World(is_first=self.is_global_zero, agree=lambda p: agree(p, path))
         folders.save_folder(path, trees, {**plain(checkpoint), INFO: plain(info)}, world)
 
     @staticmethod
@@ -167,14 +166,14 @@ class FolderCheckpoints:
         path = str(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
         self._rng_to_restore = None
         folder = self._folder()
-        found = _jointly(lambda: folders.existing_path(path), path)
-        if _jointly(lambda: folders.is_folder(found), path):
+        found = jointly(lambda: folders.existing_path(path), path)
+        if jointly(lambda: folders.is_folder(found), path):
             return self._load_folder(found, folder)
-        return _jointly(lambda: self._load_file(found, folder, weights_only), path)
+        return jointly(lambda: self._load_file(found, folder, weights_only), path)
 
     def _load_folder(self, path: str, folder: FolderLayout) -> dict[str, Any]:
-        checkpoint = _jointly(lambda: folders.read_meta(path), path)
-        sizes = _jointly(lambda: folders.read_sizes(path), path)
+        checkpoint = jointly(lambda: folders.read_meta(path), path)
+        sizes = jointly(lambda: folders.read_sizes(path), path)
         info = checkpoint[INFO]
         resume = info["optimizers"] is not None and bool(self.optimizers)
         parts = folders.local_parts(folder, sizes, info, optimizers=resume)
@@ -368,38 +367,6 @@ class FolderCheckpoints:
                 checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = ranks[rank][
                     "loaders"
                 ]
-
-
-def _jointly(action: Callable[[], T], path: str) -> T:
-    """What `action` gives, once it has worked on all ranks.
-
-    Raises:
-        FileNotFoundError, ValueError: this rank's own problem.
-        RuntimeError: another rank's.
-    """
-    problem: Exception | None = None
-    try:
-        result = action()
-    except (OSError, ValueError) as error:
-        problem = error
-    except folders.UNREADABLE as error:
-        problem = ValueError(f"{path} is not a readable checkpoint: {error}")
-    message = None if problem is None else f"{type(problem).__name__}: {problem}"
-    others = gather_objects(message)
-    if problem is not None:
-        raise problem
-    _raise_first(others, path)
-    return result
-
-
-def _agree(problem: str | None, path: str) -> None:
-    _raise_first(gather_objects(problem), f"no checkpoint at {path}")
-
-
-def _raise_first(problems: list[str | None], what: str) -> None:
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise RuntimeError(f"{what}: rank {rank}: {problem}")
 
 
 def _merged(

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
-from lightning_moe.optim.step_window import close_window
+from lightning_moe.optim.step_window import close_window, divide_ahead
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.clip import clip_, global_norm
 from lightning_moe.parallel.collectives import ProcessMesh
@@ -279,6 +279,12 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
         finally:
             self.reducer.enabled = True
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """The tokens of the step are known now: gradients are divided by them while they are reduced."""
+        module = self.lightning_module
+        if self.reducer is not None and self.reducer.enabled and module is not None:
+            self.reducer.scale = divide_ahead(module) if module.automatic_optimization else None
+
     def post_backward(self, closure_loss: Tensor) -> None:
         """Finish the reduction that backward has begun."""
         if self.reducer is not None and self.reducer.enabled:
@@ -291,7 +297,7 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
         model: L.LightningModule | nn.Module | None = None,
         **options: Any,  # noqa: ANN401 - Lightning's signature
     ) -> Any:  # noqa: ANN401
-        """Divide gradients by the step's tokens before any callback or clipping sees them (`optim.StepWindow`)."""
+        """Close the step's window before any callback or clipping sees gradients (`optim.StepWindow`)."""
 
         def closed() -> Any:  # noqa: ANN401 - whatever Lightning's closure returns
             result = closure()

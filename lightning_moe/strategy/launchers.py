@@ -70,12 +70,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             dist.destroy_process_group()
         environment = self.cluster_environment
         os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK=str(environment.local_rank()),
-            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+            MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port)
         )
+        world = self.num_processes * self.num_nodes
+        if world > 1:  # alone, a later run of this process may still start children
+            os.environ.update(
+                NODE_RANK=str(environment.node_rank()),
+                LOCAL_RANK=str(environment.local_rank()),
+                WORLD_SIZE=str(world),
+            )
         self.procs = []
         for local_rank in range(1, self.num_processes):
             command, folder = _command(local_rank)
@@ -180,5 +183,6 @@ def _resolved(node: Any, raw: Any, path: str) -> Iterator[str]:  # noqa: ANN401 
 
 def _quoted(value: str) -> str:
     """A string in Hydra's grammar of overrides."""
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    # A backslash stands for itself there, except before a quote.
+    escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), value)
     return f'"{escaped}"'

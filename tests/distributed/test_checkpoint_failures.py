@@ -44,7 +44,7 @@ def test_a_full_disk_on_any_rank_keeps_the_checkpoint_of_before(tmp_path: Path, 
     assert [found.name for found in tmp_path.iterdir()] == ["x.ckpt"]
 
 
-def _save_where_nothing_can_be_written(rank: int, world: int, path: Path) -> str:
+def _save_once(rank: int, world: int, path: Path) -> str:
     join_lightning(rank, world)
     trainer = make_trainer(world, max_steps=1)
     trainer.fit(make_module().double(), loader(rank, world))
@@ -58,7 +58,7 @@ def _save_where_nothing_can_be_written(rank: int, world: int, path: Path) -> str
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "x.ckpt"
-    for message in run_ranks(_save_where_nothing_can_be_written, 2, path):
+    for message in run_ranks(_save_once, 2, path):
         assert message.startswith(f"no checkpoint at {path}: rank 0: ")
 
 
@@ -92,11 +92,20 @@ def test_a_rank_that_dies_while_saving_keeps_the_checkpoint_of_before(tmp_path: 
 
 def test_a_checkpoint_that_was_just_moved_aside_is_found(tmp_path: Path) -> None:
     # Between the two renames that replace a folder, the old one has this name.
-    run_ranks(_save_where_nothing_can_be_written, 2, tmp_path / "x.ckpt")
+    run_ranks(_save_once, 2, tmp_path / "x.ckpt")
     (tmp_path / "x.ckpt").rename(tmp_path / "x.ckpt.previous")
     assert read_whole(tmp_path / "x.ckpt")["global_step"] == 1
-    run_ranks(_save_where_nothing_can_be_written, 2, tmp_path / "x.ckpt")
+    run_ranks(_save_once, 2, tmp_path / "x.ckpt")
     assert [found.name for found in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_saving_over_a_link_replaces_the_link_and_not_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "x.ckpt").symlink_to("kept")
+    run_ranks(_save_once, 2, tmp_path / "x.ckpt")
+    assert read_whole(tmp_path / "x.ckpt")["global_step"] == 1
+    assert list((tmp_path / "kept").iterdir()) == []
+    assert not (tmp_path / "x.ckpt").is_symlink()
 
 
 class _Fails(L.Callback):

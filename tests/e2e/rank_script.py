@@ -11,10 +11,9 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch.utils.data import DataLoader
 
 from lightning_moe import ExpertParallelStrategy
-from tests.distributed.lightning_ranks import batches, make_module, make_trainer
+from tests.distributed.lightning_ranks import Resumable, batches, make_module, make_trainer
 
 FAULT_STEP = 4
 SIGNALS = {
@@ -70,7 +69,7 @@ def main() -> None:
         num_nodes=int(keywords.get("nodes", 1)),
     )
     module = make_module().double()
-    data = DataLoader(batches(trainer.global_rank, world, 12), batch_size=None)
+    data = Resumable(batches(trainer.global_rank, world), batch_size=None)
     trainer.fit(module, data, ckpt_path=keywords.get("ckpt"))
     weights = sum(p.double().abs().sum().item() for p in module.parameters())
     result = {"step": trainer.global_step, "rank": trainer.global_rank, "weights": weights}

@@ -123,9 +123,12 @@ def test_an_option_of_ddp_is_refused() -> None:
         ExpertParallelStrategy(find_unused_parameters=True)
 
 
-def test_a_strategy_on_one_device_needs_no_other_process(tmp_path: Path) -> None:
-    module = make_module().double()
-    trainer = make_trainer(1, "expert_parallel", max_steps=2, default_root_dir=tmp_path)
-    trainer.fit(module, DataLoader(batches(0, 1), batch_size=None))
-    assert trainer.global_step == 2
+def _run_alone(_rank: int, _world: int) -> tuple[int, bool]:
     torch.distributed.destroy_process_group()
+    trainer = make_trainer(1, "expert_parallel", max_steps=2)
+    trainer.fit(make_module().double(), DataLoader(batches(0, 1), batch_size=None))
+    return trainer.global_step, "LOCAL_RANK" in os.environ
+
+
+def test_one_device_needs_no_other_process_and_leaves_no_rank_behind() -> None:
+    assert run_ranks(_run_alone, 1) == [(2, False)]

@@ -191,6 +191,23 @@ def test_a_nan_token_whose_copies_are_dropped_touches_no_other() -> None:
     assert y_TD.isfinite().all()
 
 
+def test_a_nan_in_the_last_token_or_slot_does_not_stand_in_for_what_is_missing() -> None:
+    """Where an index says "none", the last row is near at hand."""
+    plan = _plan(5)
+    x_TD = torch.ones(5, 2, dtype=torch.float64)
+    x_TD[-1] = math.nan
+    rows_RD = fill_slots(x_TD, plan)
+    empty_R = plan.copy_R == IDS_TK.numel()
+    assert empty_R[-1]
+    assert not rows_RD[empty_R].any()
+    few = plan_with_capacity(IDS_TK.clamp(max=1), WEIGHTS_TK, 3, 2, "position")
+    rows_RD = torch.ones(6, 2, dtype=torch.float64)
+    rows_RD[-1] = math.nan
+    y_TD = combine_slots(rows_RD, WEIGHTS_TK.double(), few)
+    assert (few.slot_TK == 6).any()
+    assert y_TD.isfinite().all()
+
+
 def test_a_nan_token_stays_in_its_own_output(generator: torch.Generator) -> None:
     plan = _plan(5)
     x_TD = torch.randn(5, 2, generator=generator)
