@@ -10,6 +10,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 # One line of its output per example: a new example must say here what a reader should see.
 SHOWN = {
+    "expert_parallel.py": "rank 0 holds experts [0, 1, 2, 3]",
     "moe_layer.py": "gradient of the router: (8, 64)",
     "own_module.py": "selection bias:",
     "resume.py": "bit for bit equal: True",
