@@ -1,6 +1,6 @@
 """`python -m tests.peers.rank_speed`: whole training steps on two gloo ranks, ours against torch's FSDP2 and DDP.
 
-All variants hold equal weights (hash of the first losses compared), see equal tokens, and take turns in the same
+All variants hold equal weights (their first losses are compared), see equal tokens, and take turns in the same
 processes. Ratios are medians over rounds of (other time / our time) with their range: above 1, ours is faster.
 """
 
