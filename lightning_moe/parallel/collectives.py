@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -187,17 +186,3 @@ def gather_objects(own: T) -> list[T]:
     everyone: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return cast("list[T]", everyone)  # all_gather_object has filled every place
-
-
-def all_ranks_fail(problem: str | None, group: AxisGroup, device: torch.device) -> None:
-    """Turn one rank's problem into an error on every rank of the group, or on none.
-
-    Raises:
-        RuntimeError: if any rank has a problem; each says its own, or that another rank has one.
-    """
-    flag = torch.tensor(0 if problem is None else 1, device=device)
-    group.all_reduce(flag, "max")
-    if problem is not None:
-        raise RuntimeError(problem)
-    if flag.item():
-        raise RuntimeError("another rank stopped with an error; see its message")
