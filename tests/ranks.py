@@ -59,7 +59,8 @@ def _run_rank(folder: Path, rank: int) -> None:
         (folder / f"failure-{rank}").write_bytes(pickle.dumps(report))
         raise SystemExit(1) from None
     (folder / f"result-{rank}").write_bytes(result)
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the job may have left its group
+        dist.destroy_process_group()
 
 
 def _wait_for_end(ranks: list[Any], deadline: float) -> list[int | None]:

@@ -119,12 +119,16 @@ class AxisGroup:
         """Overwrite with the first rank's values."""
         self._run("broadcast", tensor, lambda g: dist.broadcast(tensor, self.ranks[0], group=g))
 
+    def disconnect(self) -> None:
+        """Let go of the process group."""
+        self._group = None
+
     def _run(self, kind: str, payload: Tensor, call: Callable[[dist.ProcessGroup], T]) -> T | None:
         if self.size == 1:
             return None
         if self._group is None:
             raise RuntimeError(
-                f"the connection of mesh axis {self.axis} was lost when its module was pickled; "
+                f"the connection of mesh axis {self.axis} was closed, or lost when its module was pickled; "
                 "set the module up again with its strategy"
             )
         self.ledger.enter(kind, self.axis, payload)
@@ -173,6 +177,15 @@ class ProcessMesh:
     def serves(self, shape: MeshShape) -> bool:
         """Whether these groups are still alive and have this layout."""
         return self.shape == shape and self._world() is _world()
+
+    def close(self) -> None:
+        """Disconnect from all ranks and wait for the threads behind the groups.
+
+        A thread that drops the last tensor of a collective while the interpreter ends aborts the process.
+        """
+        for axis in (self.dense, self.ep_dp, self.ep):
+            axis.disconnect()
+        dist.destroy_process_group()
 
 
 def _world() -> dist.ProcessGroup:

@@ -132,6 +132,9 @@ class JointStages:
         if isinstance(exception, SIGTERMException):
             self._save_and_stop(exception)
             return
+        if self.lightning_module is None or self.lightning_module._trainer is None:
+            # The process that spawned the ranks: they have said what happened.
+            return
         trainer = self._trainer
         _say(
             f"[rank {self.global_rank}] {type(exception).__name__} at step {trainer.global_step}: {exception}"

@@ -98,7 +98,10 @@ class ProcessLauncher(_MultiProcessingLauncher):
         mesh = getattr(self._strategy, "mesh", None)
         if mesh is not None:
             gather_experts(trainer.lightning_module, mesh.ep)
-        return super()._collect_rank_zero_results(trainer, results)
+        collected = super()._collect_rank_zero_results(trainer, results)
+        if mesh is not None:
+            mesh.close()  # the process ends now
+        return collected
 
 
 def _wait_for(children: list[subprocess.Popen[bytes]]) -> None:

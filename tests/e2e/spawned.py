@@ -14,3 +14,13 @@ class SpawnData(L.LightningDataModule):
         assert self.trainer is not None
         rows = batches(self.trainer.global_rank, self.trainer.world_size, 12)
         return DataLoader(rows, batch_size=None)
+
+
+class FailingSpawnData(SpawnData):
+    """The second rank has none."""
+
+    def train_dataloader(self) -> DataLoader[TokenBatch]:
+        assert self.trainer is not None
+        if self.trainer.global_rank == 1:
+            raise ValueError("rank 1 finds no data")
+        return super().train_dataloader()

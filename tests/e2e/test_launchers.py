@@ -112,6 +112,32 @@ def test_spawned_ranks_give_all_experts_back(
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
 
 
+SPAWN_THAT_FAILS = """
+import warnings
+warnings.filterwarnings("ignore")
+from tests.distributed.lightning_ranks import make_module, make_trainer
+from tests.e2e.spawned import FailingSpawnData
+if __name__ == "__main__":
+    make_trainer(2, "expert_parallel_spawn", max_steps=8).fit(make_module().double(), datamodule=FailingSpawnData())
+"""
+
+
+def test_an_error_of_a_spawned_rank_is_what_the_main_process_reports(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWN_THAT_FAILS)
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert ended.returncode == 1
+    assert "ValueError: rank 1 finds no data" in ended.stderr
+    assert "not attached" not in ended.stderr
+
+
 def test_names_are_known_to_the_trainer_and_can_be_registered_again() -> None:
     register_strategies()
     trainer = make_trainer(1, "expert_parallel")
