@@ -47,13 +47,27 @@ def torch_grouped_mm_refusal(dtype: torch.dtype, widths: tuple[int, ...]) -> str
     return None
 
 
+@torch.library.custom_op("lightning_moe::grouped_mm", mutates_args=())
+def _grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
+    """(R, X) by (G, X, Y), or (X, R) by (R, Y), which gives (G, X, Y)."""
+    return torch.nn.functional.grouped_mm(left, right, offs=ends_G)
+
+
+@_grouped_mm.register_fake
+def _(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
+    # Why there is an operator of our own: what the compiler sees of torch 2.13's takes bfloat16 only.
+    groups = (len(ends_G),) if right.dim() == left.dim() else ()
+    return left.new_empty((*groups, left.shape[0], right.shape[-1]))
+
+
 class _TorchGroupedMatmul(torch.autograd.Function):
     """torch's own backward refuses expanded gradients and has left garbage in the gradients of idle groups."""
 
     @staticmethod
     def forward(ctx: Context, rows_RX: Tensor, weight_GXY: Tensor, ends_G: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RX, weight_GXY, ends_G)
-        return torch.nn.functional.grouped_mm(rows_RX, weight_GXY, offs=ends_G)
+        out_RY: Tensor = _grouped_mm(rows_RX, weight_GXY, ends_G)
+        return out_RY
 
     @staticmethod
     @once_differentiable
@@ -62,9 +76,7 @@ class _TorchGroupedMatmul(torch.autograd.Function):
         grad_RY = grad_RY.contiguous()
         grad_rows = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_rows = torch.nn.functional.grouped_mm(
-                grad_RY, weight_GXY.transpose(1, 2), offs=ends_G
-            )
+            grad_rows = _grouped_mm(grad_RY, weight_GXY.transpose(1, 2), ends_G)
         if ctx.needs_input_grad[1]:
             grad_weight = _weight_gradient(rows_RX, grad_RY, weight_GXY, ends_G)
         return grad_rows, grad_weight, None
@@ -75,11 +87,9 @@ def _weight_gradient(
 ) -> Tensor:
     """In the memory layout of the weight, so that optimizers and reducers see no strided gradient."""
     if weight_GXY.is_contiguous():
-        grad_weight = torch.nn.functional.grouped_mm(rows_RX.t(), grad_RY, offs=ends_G)
+        grad_weight: Tensor = _grouped_mm(rows_RX.t(), grad_RY, ends_G)
     else:
-        grad_weight = torch.nn.functional.grouped_mm(grad_RY.t(), rows_RX, offs=ends_G).transpose(
-            1, 2
-        )
+        grad_weight = _grouped_mm(grad_RY.t(), rows_RX, ends_G).transpose(1, 2)
     if grad_weight.is_cuda:
         # pytorch/pytorch#172439: on some GPUs a group without rows gets uninitialised memory.
         idle_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0

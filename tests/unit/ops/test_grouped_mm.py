@@ -1,5 +1,6 @@
 """Grouped matmul: the loop against its definition, torch's kernel against the loop."""
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -148,3 +149,32 @@ def test_fitting_types_and_widths_are_not_refused(
     dtype: torch.dtype, widths: tuple[int, ...]
 ) -> None:
     assert torch_grouped_mm_refusal(dtype, widths) is None
+
+
+# torch 2.13 warns of what its own tracer does.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@LAYOUTS
+def test_a_compiled_graph_holds_the_matmul_whole_in_every_type(
+    layout: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The tracer can't follow the shape checker.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    rows, weight, counts = _inputs("uneven", layout, dtype, generator)
+    leaves = rows.requires_grad_(), weight.detach().requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(torch_grouped_mm, backend="aot_eager", fullgraph=True, dynamic=True)(
+        *leaves, counts
+    )
+    looped = loop_grouped_mm(*leaves, counts)
+    torch.testing.assert_close(compiled, looped)
+    upstream = torch.randn(looped.shape, generator=generator).to(dtype)
+    for ours, theirs in zip(
+        torch.autograd.grad(compiled, leaves, upstream),
+        torch.autograd.grad(looped, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
