@@ -9,8 +9,9 @@ from lightning_moe.config.layers import (
     LayerConfig,
     LayerSpec,
     QkNorm,
+    Recompute,
 )
-from lightning_moe.config.model import LayerOverrides, Recompute, TransformerConfig
+from lightning_moe.config.model import LayerOverrides, TransformerConfig
 from lightning_moe.config.moe import (
     AVAILABLE_BALANCE_SCOPES,
     Activation,

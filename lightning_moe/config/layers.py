@@ -17,6 +17,7 @@ from lightning_moe.config.moe import MoEConfig
 
 QkNorm = Literal["head", "full"]
 AttentionBackend = Literal["sdpa"]
+Recompute = Literal["none", "block", "moe", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +128,13 @@ class LayerConfig:
         attention: replaces the layer's attention as a whole, its window included.
         moe: makes this an MoE layer of this kind.
         dense_hidden_size: makes this a dense layer of this width.
+        recompute: replaces the model's `recompute` for this layer.
     """
 
     attention: AttentionConfig | None = None
     moe: MoEConfig | None = None
     dense_hidden_size: int | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         """Check every option, and that the layer is not both dense and MoE."""
@@ -139,6 +142,7 @@ class LayerConfig:
         check_instances(section, AttentionConfig, **given(attention=self.attention))
         check_instances(section, MoEConfig, **given(moe=self.moe))
         check_ints(section, AT_LEAST_ONE, **given(dense_hidden_size=self.dense_hidden_size))
+        check_choices(section, get_args(Recompute), **given(recompute=self.recompute))
         if self.moe is not None and self.dense_hidden_size is not None:
             raise ValueError(
                 f"{section}.dense_hidden_size={self.dense_hidden_size} and {section}.moe exclude "
@@ -153,7 +157,9 @@ class LayerSpec:
     Attributes:
         attention: with the layer's own `sliding_window`.
         feed_forward: dense or MoE.
+        recompute: the part whose activations are computed again in the backward pass.
     """
 
     attention: AttentionConfig
     feed_forward: MoEConfig | DenseConfig
+    recompute: Recompute = "none"

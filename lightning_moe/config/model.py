@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import get_args
 
 from lightning_moe.config import counting
 from lightning_moe.config.build import from_mapping
@@ -18,11 +18,15 @@ from lightning_moe.config.checks import (
     given,
 )
 from lightning_moe.config.counting import NormPlacement
-from lightning_moe.config.layers import AttentionConfig, DenseConfig, LayerConfig, LayerSpec
+from lightning_moe.config.layers import (
+    AttentionConfig,
+    DenseConfig,
+    LayerConfig,
+    LayerSpec,
+    Recompute,
+)
 from lightning_moe.config.moe import MoEConfig
 from lightning_moe.config.presets import find_preset
-
-Recompute = Literal["none", "block"]
 
 
 class LayerOverrides(Mapping[int, LayerConfig]):
@@ -71,8 +75,12 @@ class TransformerConfig:
         tie_embeddings: the head uses the embedding's weight.
         lm_z_loss_weight: weight of the head's squared log-partition (nats squared) per token.
         init_std: standard deviation of initial weights, greater than 0.
-        recompute: `block` recomputes each block in the backward pass instead of keeping its
-            activations.
+        recompute: what is computed again in the backward pass instead of keeping its
+            activations: each whole `block`, or of each block only the `moe` (its norms included;
+            dense layers keep theirs) or only the `attention` half. `layer_overrides` chooses
+            another for single layers.
+        offload_activations: what blocks keep for the backward pass waits in host memory, with
+            `recompute` only what is still kept. On a CPU nothing moves.
     """
 
     vocab_size: int
@@ -92,6 +100,7 @@ class TransformerConfig:
     lm_z_loss_weight: float | None = None
     init_std: float = 0.02
     recompute: Recompute = "none"
+    offload_activations: bool = False
 
     def __post_init__(self) -> None:
         """Check every option, then what each resolved layer asks of the model width."""
@@ -147,7 +156,13 @@ class TransformerConfig:
             if self.window_pattern is not None:
                 window = self.window_pattern[index % len(self.window_pattern)]
                 attention = replace(attention, sliding_window=window)
-        return LayerSpec(attention=attention, feed_forward=self._feed_forward(index, override))
+        feed_forward = self._feed_forward(index, override)
+        recompute = override.recompute
+        if recompute is None:
+            # A model may mix dense and MoE layers, so that `moe` means those that have one.
+            dense = isinstance(feed_forward, DenseConfig)
+            recompute = "none" if dense and self.recompute == "moe" else self.recompute
+        return LayerSpec(attention=attention, feed_forward=feed_forward, recompute=recompute)
 
     def _feed_forward(self, index: int, override: LayerConfig) -> MoEConfig | DenseConfig:
         if override.moe is not None:
@@ -197,6 +212,7 @@ class TransformerConfig:
             scale_embedding=self.scale_embedding,
             norm_embedding=self.norm_embedding,
             tie_embeddings=self.tie_embeddings,
+            offload_activations=self.offload_activations,
         )
         if self.num_dense_layers > self.num_layers:
             raise ValueError(
@@ -231,6 +247,12 @@ class TransformerConfig:
             )
 
     def _check_layers(self) -> None:
+        if self.recompute == "moe" and not any(
+            isinstance(layer.feed_forward, MoEConfig) for layer in self.layers
+        ):
+            raise ValueError(
+                "model.recompute=moe, but no layer has a mixture of experts; choose block or attention"
+            )
         for index, layer in enumerate(self.layers):
             override = self.layer_overrides.get(index, LayerConfig())
             own = f"model.layer_overrides[{index}]"
@@ -239,3 +261,7 @@ class TransformerConfig:
             if isinstance(layer.feed_forward, MoEConfig):
                 section = "model" if override.moe is None else own
                 layer.feed_forward.check_width(self.d_model, path=f"{section}.moe")
+            elif override.recompute == "moe":
+                raise ValueError(
+                    f"{own}.recompute=moe, but layer {index} is dense; choose block or attention"
+                )

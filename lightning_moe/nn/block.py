@@ -1,20 +1,29 @@
 """One transformer layer: attention, then a dense or a mixture-of-experts feed-forward."""
 
-from typing import Literal
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal, TypeVar
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lightning_moe.config import LayerSpec, MoEConfig
+from lightning_moe.config import LayerSpec, MoEConfig, Recompute
 from lightning_moe.nn.attention import Attention, AttentionContext
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.moe import MoE
 from lightning_moe.nn.norm import RMSNorm
+from lightning_moe.nn.offload import offloaded
+from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.records import Routing
+
+T = TypeVar("T")
 
 
 class Block(nn.Module):
     """x + attention, then x + feed-forward, with RMS norms before (`pre`), after (`post`) or around (`peri`) each.
+
+    In training it keeps for backward what `layer.recompute` and `offload_activations` leave.
 
     Attributes:
         attention, feed_forward: the two sub-layers; `feed_forward` is an `MoE` or an `MLP`.
@@ -28,8 +37,11 @@ class Block(nn.Module):
         norm_placement: Literal["pre", "post", "peri"] = "pre",
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
+        offload_activations: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute = layer.recompute
+        self.offload_activations = offload_activations
 
         def norm(placed: bool) -> nn.Module:
             return RMSNorm(d_model, eps=norm_eps) if placed else nn.Identity()
@@ -54,9 +66,22 @@ class Block(nn.Module):
         valid_BS: Bool[Tensor, "B S"] | None = None,
     ) -> tuple[Float[Tensor, "B S D"], Routing | None]:
         """Output of the layer, and the record of its routing if it routes."""
-        x_BSD = x_BSD + self.attention_out_norm(
-            self.attention(self.attention_in_norm(x_BSD), context)
-        )
+        offload = self.offload_activations and self._keeps_activations()
+        with offloaded(self) if offload else nullcontext():
+            return self._part("block", self._both_halves, x_BSD, context, valid_BS)
+
+    def _both_halves(
+        self, x_BSD: Tensor, context: AttentionContext, valid_BS: Tensor | None
+    ) -> tuple[Tensor, Routing | None]:
+        x_BSD = self._part("attention", self._attend, x_BSD, context)
+        return self._part("moe", self._feed, x_BSD, valid_BS)
+
+    def _attend(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
+        mixed_BSD = self.attention(self.attention_in_norm(x_BSD), context)
+        out_BSD: Tensor = x_BSD + self.attention_out_norm(mixed_BSD)
+        return out_BSD
+
+    def _feed(self, x_BSD: Tensor, valid_BS: Tensor | None) -> tuple[Tensor, Routing | None]:
         routing = None
         inner_BSD = self.feed_forward_in_norm(x_BSD)
         if isinstance(self.feed_forward, MoE):
@@ -64,3 +89,12 @@ class Block(nn.Module):
         else:
             y_BSD = self.feed_forward(inner_BSD)
         return x_BSD + self.feed_forward_out_norm(y_BSD), routing
+
+    def _part(self, name: Recompute, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
+        """`function(*args)`, recomputed in backward where `name` is the part to recompute."""
+        if self.recompute == name and self._keeps_activations():
+            return recomputed(function, *args)
+        return function(*args)
+
+    def _keeps_activations(self) -> bool:
+        return self.training and torch.is_grad_enabled()

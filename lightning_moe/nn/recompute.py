@@ -1,10 +1,13 @@
 """Activation checkpointing that routes the same way twice."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+T = TypeVar("T")
 
 # A recomputed forward could differ in a last bit and send a token elsewhere: with luck a shape check fails, without
 # it gradients are silently wrong. So the choice of experts is saved and replayed instead of recomputed.
@@ -13,6 +16,11 @@ _routing_contexts = partial(
 )
 
 
-def recomputed(module: torch.nn.Module, *args: Any) -> Any:  # noqa: ANN401 - whatever `module` returns
-    """`module(*args)`, whose activations are computed again in backward instead of being kept; routing is pinned."""
-    return checkpoint(module, *args, use_reentrant=False, context_fn=_routing_contexts)
+def recomputed(function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401 - whatever `function` takes
+    """`function(*args)`, whose activations are computed again in backward instead of being kept.
+
+    Routing is pinned, random numbers repeat. Ranks that share experts dispatch a second time during backward: all
+    of them must recompute the same layers.
+    """
+    result: T = checkpoint(function, *args, use_reentrant=False, context_fn=_routing_contexts)
+    return result

@@ -11,7 +11,6 @@ from lightning_moe.nn.attention import AttentionContext
 from lightning_moe.nn.block import Block
 from lightning_moe.nn.init import draw_seed, init_weights_
 from lightning_moe.nn.norm import RMSNorm
-from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.attention import attention_mask
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.records import Routing
@@ -56,6 +55,7 @@ class MoETransformer(nn.Module):
                 norm_placement=config.norm_placement,
                 norm_eps=config.norm_eps,
                 init_std=config.init_std,
+                offload_activations=config.offload_activations,
             )
             for layer in config.layers
         )
@@ -108,10 +108,7 @@ class MoETransformer(nn.Module):
             key = _context_key(layer.attention, self.config.d_model)
             if key not in contexts:
                 contexts[key] = _context(key, x_BSD, document_ids_BS)
-            if self.config.recompute == "block" and torch.is_grad_enabled() and self.training:
-                x_BSD, routing = recomputed(block, x_BSD, contexts[key], valid_BS)
-            else:
-                x_BSD, routing = block(x_BSD, contexts[key], valid_BS)
+            x_BSD, routing = block(x_BSD, contexts[key], valid_BS)
             if routing is not None:
                 records.append(routing)
         return self.final_norm(x_BSD), records

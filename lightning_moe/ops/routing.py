@@ -8,7 +8,9 @@ from typing import Final, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.top_experts import top_experts
 
@@ -20,11 +22,12 @@ def router_logits(
     weight_ED: Float[Tensor, "E D"],
     bias_E: Float[Tensor, " E"] | None = None,
 ) -> Float[Tensor, "T E"]:
-    """Logits in at least float32, whatever autocast says: bfloat16 would merge close experts into ties."""
-    dtype = at_least_float32(x_TD.dtype)
-    with torch.autocast(x_TD.device.type, enabled=False):
-        logits_TE = x_TD.to(dtype) @ weight_ED.to(dtype).t()
-        return logits_TE if bias_E is None else logits_TE + bias_E.to(dtype)
+    """Logits in at least float32, whatever autocast says: bfloat16 would merge close experts into ties.
+
+    Keeps `x_TD` as it came for backward, not its wider copy, which would take twice the memory.
+    """
+    logits_TE: Tensor = _Logits.apply(x_TD, weight_ED)
+    return logits_TE if bias_E is None else logits_TE + bias_E.to(logits_TE.dtype)
 
 
 def router_scores(
@@ -89,3 +92,26 @@ def count_experts(ids_TK: Int[Tensor, "T K"], num_experts: int) -> Int[Tensor, "
     """
     edges = torch.arange(num_experts + 1, device=ids_TK.device)
     return torch.searchsorted(ids_TK.flatten().sort().values, edges).diff()
+
+
+class _Logits(torch.autograd.Function):
+    """A matmul that repeats the cast of its input in backward instead of keeping the result."""
+
+    @staticmethod
+    def forward(ctx: Context, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        dtype = at_least_float32(x_TD.dtype)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return x_TD.to(dtype) @ weight_ED.to(dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        grad_x = grad_weight = None
+        with torch.autocast(x_TD.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
+        return grad_x, grad_weight

@@ -136,7 +136,15 @@ def test_an_attention_that_cannot_work_is_refused(options: dict[str, object], me
             {"norm_placement": "sandwich"},
             "model.norm_placement='sandwich' must be one of pre, post",
         ),
-        ({"recompute": "full"}, "model.recompute='full' must be one of none, block"),
+        ({"recompute": "full"}, "model.recompute='full' must be one of none, block, moe, attent"),
+        (
+            {"moe": None, "dense_hidden_size": 9, "recompute": "moe"},
+            "model.recompute=moe, but no layer has a mixture of experts; choose block or attention",
+        ),
+        (
+            {"layer_overrides": {1: LayerConfig(dense_hidden_size=9, recompute="moe")}},
+            "model.layer_overrides[1].recompute=moe, but layer 1 is dense; choose block or attention",
+        ),
         ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be finite and greater than 0"),
         ({"init_std": float("nan")}, "model.init_std=nan must be finite"),
         ({"lm_z_loss_weight": -1e-4}, "model.lm_z_loss_weight=-0.0001 must be finite and at least"),
@@ -202,6 +210,22 @@ def test_a_model_option_of_the_wrong_type_is_refused(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         model(**options)
+
+
+def test_recompute_holds_for_every_layer_that_has_the_part_and_no_other_choice() -> None:
+    overrides = {2: LayerConfig(recompute="none"), 3: LayerConfig(recompute="block")}
+    layers = model(
+        num_dense_layers=1, dense_hidden_size=9, recompute="moe", layer_overrides=overrides
+    ).layers
+    assert [layer.recompute for layer in layers] == ["none", "moe", "none", "block"]
+
+
+def test_a_layer_recomputes_only_what_there_is() -> None:
+    message = (
+        "model.layer_overrides[...].recompute='all' must be one of none, block, moe, attention"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LayerConfig(recompute="all")
 
 
 def test_a_head_of_odd_width_works_without_positions() -> None:

@@ -10,9 +10,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_moe.config import AttentionConfig, MoEConfig, RouterConfig, TransformerConfig
+from lightning_moe.config import (
+    AttentionConfig,
+    LayerConfig,
+    MoEConfig,
+    RouterConfig,
+    TransformerConfig,
+)
 from lightning_moe.nn import MoE, MoETransformer, Routing, balance_loss, z_loss
+from lightning_moe.nn.offload import HostCopy
 from lightning_moe.nn.recompute import recomputed
+from tests.memory import kept_bytes
 from tests.unit.nn.randomized import randomized
 
 ROUTERS = {
@@ -21,9 +29,37 @@ ROUTERS = {
     "random": RouterConfig(top_k=2, z_loss_weight=0.1, random_expert_assignment=True),
     "groups": RouterConfig(top_k=2, z_loss_weight=0.1, n_group=2, topk_group=1),
 }
+# What each way of keeping activations does: routers and attentions that run once more in backward, of two layers.
+WAYS: dict[str, dict[str, Any]] = {
+    "block": {"recompute": "block"},
+    "moe": {"recompute": "moe"},
+    "attention": {"recompute": "attention"},
+    "first layer only": {"layer_overrides": {0: LayerConfig(recompute="block")}},
+    "all but the first layer's": {
+        "recompute": "attention",
+        "layer_overrides": {0: LayerConfig(recompute="none")},
+    },
+    "offloaded": {"offload_activations": True},
+    "block, offloaded": {"recompute": "block", "offload_activations": True},
+}
+RUN_AGAIN = {
+    "block": (2, 2),
+    "moe": (2, 0),
+    "attention": (0, 2),
+    "first layer only": (1, 1),
+    "all but the first layer's": (0, 1),
+    "offloaded": (0, 0),
+    "block, offloaded": (2, 2),
+}
 
 
-def _model(router: RouterConfig, recompute: str, *, zero_router: bool = False) -> MoETransformer:
+def _model(
+    router: RouterConfig,
+    recompute: str = "none",
+    *,
+    zero_router: bool = False,
+    **options: Any,  # noqa: ANN401
+) -> MoETransformer:
     config = TransformerConfig(
         vocab_size=11,
         d_model=8,
@@ -31,6 +67,7 @@ def _model(router: RouterConfig, recompute: str, *, zero_router: bool = False) -
         attention=AttentionConfig(num_heads=2),
         moe=MoEConfig(num_experts=6, hidden_size=5, router=router),
         recompute=recompute,
+        **options,
     )
     model = randomized(MoETransformer(config), torch.Generator().manual_seed(1)).double()
     if zero_router:
@@ -54,10 +91,28 @@ def test_recomputation_changes_nothing_exactly(
     router: str, zero_router: bool, generator: torch.Generator
 ) -> None:
     ids = torch.randint(11, (2, 5), generator=generator)
-    plain, again = (
-        _run(_model(ROUTERS[router], recompute, zero_router=zero_router), ids)
-        for recompute in ("none", "block")
+    _assert_equal(
+        *(
+            _run(_model(ROUTERS[router], recompute, zero_router=zero_router), ids)
+            for recompute in ("none", "block")
+        )
     )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_way_of_keeping_activations_changes_nothing_exactly(
+    way: str, generator: torch.Generator
+) -> None:
+    ids = torch.randint(11, (2, 5), generator=generator)
+    models = (_model(ROUTERS["jitter"]), _model(ROUTERS["jitter"], **WAYS[way]))
+    _assert_equal(*(_run(model, ids) for model in models))
+
+
+def _assert_equal(
+    plain: tuple[Tensor, list[Routing], list[Tensor]],
+    again: tuple[Tensor, list[Routing], list[Tensor]],
+) -> None:
+    assert all(record.requested_E.sum() == 2 * 5 * 2 for record in again[1])
     assert torch.equal(plain[0], again[0])
     for ours, theirs in zip(plain[1], again[1], strict=True):
         for field in fields(Routing):
@@ -86,18 +141,52 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_blocks_run_twice_and_choose_once(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_only_what_is_asked_for_runs_twice_and_experts_are_chosen_once(
+    way: str, generator: torch.Generator
+) -> None:
     ids = torch.randint(11, (2, 5), generator=generator)
-    counts = {}
-    for recompute in ("none", "block"):
-        with (
-            _Calls("aten._softmax.default") as softmax,
-            _Calls("lightning_moe.top_experts") as choice,
-        ):
-            _run(_model(ROUTERS["plain"], recompute), ids)
-        counts[recompute] = softmax.count, choice.count
-    assert counts["none"][1] == counts["block"][1] == 2
-    assert counts["block"][0] == counts["none"][0] + 2
+    routers, attentions = RUN_AGAIN[way]
+    with (
+        _Calls("aten._softmax.default") as softmax,
+        _Calls("aten._scaled_dot_product_flash_attention_for_cpu.default") as attention,
+        _Calls("lightning_moe.top_experts") as choice,
+    ):
+        _run(_model(ROUTERS["plain"], **WAYS[way]), ids)
+    assert (softmax.count, attention.count, choice.count) == (2 + routers, 2 + attentions, 2)
+
+
+def test_the_more_is_recomputed_the_less_is_kept(generator: torch.Generator) -> None:
+    ids = torch.randint(11, (2, 5), generator=generator)
+    kept = {}
+    for way in ("none", "block", "moe", "attention"):
+        model = _model(ROUTERS["plain"], way)
+        kept[way] = kept_bytes(lambda model=model: model(ids), without=model.parameters())
+    assert kept["block"] < kept["moe"] < kept["attention"] < kept["none"]
+    # The parts of a layer are kept, or not, independently of each other.
+    saved = {way: kept["none"] - kept[way] for way in kept}
+    assert saved["moe"] + saved["attention"] <= saved["block"]
+
+
+def test_a_host_copy_gives_back_values_type_and_layout_exactly(generator: torch.Generator) -> None:
+    original = torch.randn(7, 5, generator=generator).bfloat16().t()
+    copy = HostCopy.of(original)
+    expected = original.clone()
+    original.zero_()
+    restored = copy.restored()
+    assert torch.equal(restored, expected)
+    assert (restored.dtype, restored.stride()) == (torch.bfloat16, original.stride())
+
+
+def test_offloading_on_a_cpu_copies_nothing(generator: torch.Generator) -> None:
+    ids = torch.randint(11, (2, 5), generator=generator)
+    copies = {}
+    for offload in (False, True):
+        model = _model(ROUTERS["plain"], offload_activations=offload)
+        with _Calls("aten.copy_") as copy:
+            _run(model, ids)
+        copies[offload] = copy.count
+    assert copies[True] == copies[False]
 
 
 @pytest.mark.parametrize("training", [True, False])

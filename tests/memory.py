@@ -1,0 +1,74 @@
+"""Bytes of tensors: alive at once, and kept for the backward pass. Counted, not read from the process."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every memory block that an operator makes meanwhile, until its last tensor is gone.
+
+    What a kernel takes and gives back inside one operator isn't seen.
+
+    Attributes:
+        live: bytes now.
+        peak: most bytes at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operator and follow what is new in its results."""
+        kwargs = kwargs or {}
+        given = {block._cdata for block in _blocks(pytree.tree_leaves((args, kwargs)))}
+        result = func(*args, **kwargs)
+        for block in _blocks(pytree.tree_leaves(result)):
+            if block._cdata not in given and block._cdata not in self._known:
+                self._follow(block)
+        return result
+
+    def _follow(self, block: torch.UntypedStorage) -> None:
+        key, size = block._cdata, block.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone(_: object) -> None:
+            self.live -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(block, gone)
+
+
+def _blocks(values: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in values if isinstance(value, Tensor)]
+
+
+def kept_bytes(forward: Callable[[], Any], *, without: Iterable[Tensor] = ()) -> int:
+    """Bytes that `forward()` keeps for backward, each memory block once; those of `without` not."""
+    ignored = {block._cdata for block in _blocks(without)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        block = tensor.untyped_storage()
+        if block._cdata not in ignored:
+            kept[block._cdata] = block
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(block.nbytes() for block in kept.values())
