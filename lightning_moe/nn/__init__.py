@@ -10,7 +10,7 @@ from lightning_moe.nn.moe import MoE
 from lightning_moe.nn.router import Router
 from lightning_moe.nn.transformer import MoETransformer
 from lightning_moe.ops.losses import balance_loss, z_loss
-from lightning_moe.ops.records import Routing
+from lightning_moe.ops.records import Routing, TokenRoutes
 
 __all__ = [
     "MLP",
@@ -25,6 +25,7 @@ __all__ = [
     "MoETransformer",
     "Router",
     "Routing",
+    "TokenRoutes",
     "balance_loss",
     "z_loss",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert
@@ -16,12 +16,12 @@ class Dispatched:
     Attributes:
         rows_RW: rows of the first local expert, then of the second, and so on.
         counts_L: rows of each local expert (int64).
-        kept_E: this rank's copies that are computed, per expert; None when all are.
+        kept_TK: which of this rank's token copies are computed; None when all are.
     """
 
     rows_RW: Float[Tensor, "R W"]
     counts_L: Int[Tensor, " L"]
-    kept_E: Int[Tensor, " E"] | None = None
+    kept_TK: Bool[Tensor, "T K"] | None = None
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.router import Router
 from lightning_moe.ops.records import Routing
+from lightning_moe.ops.routing import count_experts
 
 
 class MoE(nn.Module):
@@ -82,6 +83,16 @@ class MoE(nn.Module):
             y_TD = self.latent.expand(y_TD)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
-        if sent.kept_E is not None:
-            routing = dataclasses.replace(routing, kept_E=sent.kept_E)
+        if sent.kept_TK is not None:
+            routing = _with_drops(routing, ids_TK, sent.kept_TK, valid)
         return y_TD.unflatten(0, x.shape[:-1]), routing
+
+
+def _with_drops(routing: Routing, ids_TK: Tensor, kept_TK: Tensor, valid: Tensor | None) -> Routing:
+    """What is left of the copies that were requested; padding is counted in neither."""
+    if valid is not None:
+        valid_T1 = valid.flatten().unsqueeze(-1)
+        kept_TK = kept_TK & valid_T1
+    kept_E = count_experts(torch.where(kept_TK, ids_TK, -1), routing.kept_E.numel())
+    arrived = kept_TK.any(dim=-1).sum()
+    return dataclasses.replace(routing, kept_E=kept_E, lost_tokens=routing.num_tokens - arrived)

@@ -1,5 +1,6 @@
 """The router: which experts a token goes to, with what weight."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from lightning_moe.config import RouterConfig
 from lightning_moe.ops import routing as ops
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.losses import router_z_loss
-from lightning_moe.ops.records import Routing
+from lightning_moe.ops.records import Routing, TokenRoutes
 from lightning_moe.ops.top_experts import top_experts
 
 
@@ -25,6 +26,9 @@ class Router(nn.Module):
         weight: (E, D).
         bias: (E) added to logits, or None.
         score_bias: (E) persistent buffer added to selection scores, or None. `RouterBiasCorrection` moves it.
+        trace: whether records tell the route of each token (`Routing.tokens`). It changes no result and costs nothing
+            while off. A callback that needs it turns it on in `on_train_batch_start` for the steps that it wants,
+            and off in `on_train_batch_end`: so several of them get along.
     """
 
     def __init__(self, d_model: int, num_experts: int, config: RouterConfig) -> None:
@@ -43,6 +47,7 @@ class Router(nn.Module):
         bias = torch.zeros(num_experts, dtype=torch.float32) if config.has_score_bias else None
         self.register_buffer("score_bias", bias)
         self.weight_scale = _weight_scale(config)
+        self.trace = False
         nn.init.trunc_normal_(self.weight, std=0.02, a=-0.06, b=0.06)
 
     def forward(
@@ -60,11 +65,16 @@ class Router(nn.Module):
         logits_TE = ops.router_logits(self._jittered(x.flatten(0, -2)), self.weight, self.bias)
         with torch.autocast(x.device.type, enabled=False):
             scores_TE = self._scores(logits_TE)
-            ids_TK = self._choose(logits_TE, scores_TE)
+            selection_TE = self._selection(logits_TE, scores_TE)
+            ids_TK = self._choose(selection_TE)
             weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
+            shares_TE = self._shares(scores_TE)
             record = self._record(
-                logits_TE, scores_TE, ids_TK, valid_T, num_sequences=math.prod(rows[:-1])
+                logits_TE, shares_TE, ids_TK, valid_T, num_sequences=math.prod(rows[:-1])
             )
+            if self.trace:
+                tokens = _token_routes(selection_TE, shares_TE, ids_TK, weights_TK, valid_T)
+                record = dataclasses.replace(record, tokens=tokens)
         return weights_TK.unflatten(0, rows), ids_TK.unflatten(0, rows), record
 
     def _jittered(self, x_TD: Tensor) -> Tensor:
@@ -83,12 +93,8 @@ class Router(nn.Module):
         return scores_TE
 
     @torch.no_grad()
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    def _selection(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         config = self.config
-        if config.uniform_expert_assignment:
-            return ops.uniform_assignment(
-                len(logits_TE), config.top_k, self.num_experts, logits_TE.device
-            )
         selection_TE = logits_TE if config.gating_function == "topk_softmax" else scores_TE
         if self.score_bias is not None:
             selection_TE = selection_TE + self.score_bias
@@ -98,7 +104,22 @@ class Router(nn.Module):
             selection_TE = ops.limit_to_groups(
                 selection_TE, num_groups=config.n_group, groups_kept=config.topk_group
             )
-        return top_experts(selection_TE, config.top_k)
+        return selection_TE
+
+    def _choose(self, selection_TE: Tensor) -> Tensor:
+        top_k = self.config.top_k
+        if self.config.uniform_expert_assignment:
+            return ops.uniform_assignment(
+                len(selection_TE), top_k, self.num_experts, selection_TE.device
+            )
+        return top_experts(selection_TE, top_k)
+
+    def _shares(self, scores_TE: Tensor) -> Tensor:
+        """Scores that add up to 1 per token."""
+        if self.config.gating_function != "sigmoid":
+            return scores_TE
+        tiny = torch.finfo(scores_TE.dtype).tiny
+        return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         if self.config.gating_function == "topk_softmax":
@@ -112,35 +133,31 @@ class Router(nn.Module):
     def _record(
         self,
         logits_TE: Tensor,
-        scores_TE: Tensor,
+        shares_TE: Tensor,
         ids_TK: Tensor,
         valid_T: Tensor | None,
         *,
         num_sequences: int,
     ) -> Routing:
-        if self.config.gating_function == "sigmoid":
-            tiny = torch.finfo(scores_TE.dtype).tiny
-            scores_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
         num_tokens = torch.full((), len(ids_TK), device=ids_TK.device)
         if valid_T is not None:
             num_tokens = valid_T.sum()
-            scores_TE = torch.where(valid_T[:, None], scores_TE, 0.0)
+            shares_TE = torch.where(valid_T[:, None], shares_TE, 0.0)
             ids_TK = torch.where(valid_T[:, None], ids_TK, -1)
         # Without a z-loss weight nobody consumes the gradient, and keeping it would keep the logits alive.
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.config.z_loss_weight)):
             logz_squared = router_z_loss(logits_TE, valid_T)
         requested_E = ops.count_experts(ids_TK, self.num_experts)
-        by_sequence: dict[str, Tensor] = {}
-        if self.config.lb_loss_scope == "sequence":
-            by_sequence = _per_sequence(scores_TE, ids_TK, valid_T, num_sequences)
-        return Routing(
+        record = Routing(
             requested_E=requested_E,
             kept_E=requested_E,
-            score_sums_E=scores_TE.sum(dim=0),
+            score_sums_E=shares_TE.sum(dim=0),
             logz_squared=logz_squared,
             num_tokens=num_tokens,
-            **by_sequence,
         )
+        if self.config.lb_loss_scope != "sequence":
+            return record
+        return _with_sequences(record, shares_TE, ids_TK, valid_T, num_sequences)
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
@@ -179,21 +196,40 @@ def _weight_scale(config: RouterConfig) -> float:
     return scale
 
 
-def _per_sequence(
-    scores_TE: Tensor, ids_TK: Tensor, valid_T: Tensor | None, num_sequences: int
-) -> dict[str, Tensor]:
-    num_experts = scores_TE.shape[1]
-    scores_BSE = scores_TE.unflatten(0, (num_sequences, -1))
+@torch.no_grad()
+def _token_routes(
+    selection_TE: Tensor,
+    shares_TE: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    valid_T: Tensor | None,
+) -> TokenRoutes:
+    everything = torch.ones(len(ids_TK), dtype=torch.bool, device=ids_TK.device)
+    return TokenRoutes(
+        ids_TK=ids_TK,
+        weights_TK=weights_TK.detach(),
+        margin_T=ops.selection_margin(selection_TE, ids_TK),
+        entropy_T=ops.score_entropy(shares_TE),
+        valid_T=everything if valid_T is None else valid_T,
+    )
+
+
+def _with_sequences(
+    record: Routing, shares_TE: Tensor, ids_TK: Tensor, valid_T: Tensor | None, num_sequences: int
+) -> Routing:
+    num_experts = shares_TE.shape[1]
+    shares_BSE = shares_TE.unflatten(0, (num_sequences, -1))
     ids_BN = ids_TK.reshape(num_sequences, -1)
     offsets_B1 = torch.arange(num_sequences, device=ids_TK.device)[:, None] * num_experts
     numbered = torch.where(ids_BN >= 0, ids_BN + offsets_B1, -1)
     counts = ops.count_experts(numbered, num_sequences * num_experts)
     if valid_T is None:
-        tokens_B = torch.full((num_sequences,), scores_BSE.shape[1], device=ids_TK.device)
+        tokens_B = torch.full((num_sequences,), shares_BSE.shape[1], device=ids_TK.device)
     else:
         tokens_B = valid_T.unflatten(0, (num_sequences, -1)).sum(dim=1)
-    return {
-        "requested_BE": counts.unflatten(0, (num_sequences, num_experts)),
-        "score_sums_BE": scores_BSE.sum(dim=1),
-        "num_tokens_B": tokens_B,
-    }
+    return dataclasses.replace(
+        record,
+        requested_BE=counts.unflatten(0, (num_sequences, num_experts)),
+        score_sums_BE=shares_BSE.sum(dim=1),
+        num_tokens_B=tokens_B,
+    )

@@ -31,7 +31,7 @@ from lightning_moe.ops.grouped_mm import loop_grouped_mm, torch_grouped_mm
 from lightning_moe.ops.load import load_max_over_mean
 from lightning_moe.ops.losses import balance_loss, orthogonality_loss, router_z_loss, z_loss
 from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, reorder
-from lightning_moe.ops.records import Routing
+from lightning_moe.ops.records import Routing, TokenRoutes
 from lightning_moe.ops.rope import apply_rope, rope_angles
 from lightning_moe.ops.top_experts import top_experts
 
@@ -40,6 +40,7 @@ __all__ = [
     "ChunkedLoss",
     "Plan",
     "Routing",
+    "TokenRoutes",
     "activation_function",
     "apply_rope",
     "balance_loss",

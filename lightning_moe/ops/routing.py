@@ -63,6 +63,23 @@ def to_score_grid(selection_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
     return (selection_TE * SCORE_GRID).round() / SCORE_GRID
 
 
+def selection_margin(
+    selection_TE: Float[Tensor, "T E"], ids_TK: Int[Tensor, "T K"]
+) -> Float[Tensor, " T"]:
+    """Score of the worst expert among `ids_TK` minus that of the best one outside; +inf where none is outside.
+
+    An expert at -inf is outside of every choice. A negative margin means that scores did not decide.
+    """
+    worst_chosen_T = selection_TE.gather(-1, ids_TK).amin(dim=-1)
+    return worst_chosen_T - selection_TE.scatter(-1, ids_TK, -torch.inf).amax(dim=-1)
+
+
+def score_entropy(shares_TE: Float[Tensor, "T E"]) -> Float[Tensor, " T"]:
+    """Entropy of each row of scores that add up to 1 (nats); a score of 0 adds nothing."""
+    terms_TE: Tensor = torch.special.entr(shares_TE)
+    return terms_TE.sum(dim=-1)
+
+
 def uniform_assignment(
     num_tokens: int, top_k: int, num_experts: int, device: torch.device
 ) -> Int[Tensor, "T K"]:

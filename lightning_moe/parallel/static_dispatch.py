@@ -110,7 +110,7 @@ class StaticDispatcher:
         return _Arrived(
             rows_RW=by_source.transpose(0, 1).flatten(0, 2).contiguous(),
             counts_L=self._constant_counts(capacity, flight.rows_RW.device),
-            kept_E=flight.plan.kept_E,
+            kept_TK=flight.plan.slot_TK < len(flight.rows_RW),
             slots=flight.plan,
         )
 

@@ -103,6 +103,7 @@ def _drops(rank: int, world: int, overflow: str) -> None:
     assert record.requested_E.tolist() == ids_TK.flatten().bincount(minlength=8).tolist()
     assert record.kept_E.tolist() == ids_TK[kept_TK].bincount(minlength=8).tolist()
     assert record.kept_E[1].item() == 8
+    assert record.lost_tokens.item() == (~kept_TK.any(dim=1)).sum().item() > 0
 
     def masked(own: Tensor) -> Tensor:
         """Each token through its kept experts, one by one; weights are not made larger."""

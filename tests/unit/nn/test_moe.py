@@ -301,15 +301,17 @@ def test_layer_runs_under_deterministic_algorithms(generator: torch.Generator) -
 
 
 class _Dropping(LocalDispatcher):
-    """Claims, while training, to have computed one copy per expert."""
+    """Claims, while training, to have kept the first choice of all tokens but the first two."""
 
     def for_mode(self, *, training: bool) -> LocalDispatcher:
         """Itself while training, else one that drops nothing."""
         return self if training else LocalDispatcher()
 
     def receive(self, flight: Dispatched) -> Dispatched:
-        """The same rows with other counts."""
-        return dataclasses.replace(flight, kept_E=torch.ones_like(flight.plan.counts_E))
+        """The same rows, as if some were missing."""
+        kept_TK = torch.zeros(flight.plan.inverse_TK.shape, dtype=torch.bool)
+        kept_TK[2:, 0] = True
+        return dataclasses.replace(flight, kept_TK=kept_TK)
 
 
 def test_record_says_what_the_dispatcher_kept_and_what_was_requested(
@@ -317,8 +319,23 @@ def test_record_says_what_the_dispatcher_kept_and_what_was_requested(
 ) -> None:
     layer, x = _layer(generator), _tokens(generator, 7)
     expected = layer(x)[1].requested_E.tolist()
+    first_choices = layer.router(x)[1][:, 0].tolist()
     layer.dispatcher = _Dropping()
     record = layer(x)[1]
-    assert (record.requested_E.tolist(), record.kept_E.tolist()) == (expected, [1] * 5)
+    assert record.requested_E.tolist() == expected
+    assert record.kept_E.tolist() == [first_choices[2:].count(expert) for expert in range(5)]
+    assert record.lost_tokens.item() == 2
     record = layer.eval()(x)[1]
     assert (record.requested_E.tolist(), record.kept_E.tolist()) == (expected, expected)
+    assert record.lost_tokens is None
+
+
+def test_padding_is_neither_kept_nor_lost(generator: torch.Generator) -> None:
+    layer, x = _layer(generator), _tokens(generator, 7)
+    first_choices = layer.router(x)[1][:, 0].tolist()
+    layer.dispatcher = _Dropping()
+    valid = torch.tensor([True, False, True, True, False, True, True])
+    record = layer(x, valid)[1]
+    counted = [first_choices[token] for token in (2, 3, 5, 6)]
+    assert record.kept_E.tolist() == [counted.count(expert) for expert in range(5)]
+    assert record.lost_tokens.item() == 1
