@@ -102,6 +102,34 @@ def test_counts_of_nothing_are_zero() -> None:
     assert routing.count_experts(torch.zeros(0, 2, dtype=torch.int64), 3).tolist() == [0, 0, 0]
 
 
+def test_router_logits_keep_their_input_as_it_came(generator: torch.Generator) -> None:
+    x = torch.randn(7, 5, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(3, 5, generator=generator).requires_grad_()
+    assert kept_bytes(lambda: routing.router_logits(x, weight), without=[weight]) == 7 * 5 * 2
+
+
+def test_gradients_of_router_logits_pass_gradcheck(generator: torch.Generator) -> None:
+    x = torch.randn(7, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    bias = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(routing.router_logits, (x, weight, bias))
+
+
+def test_low_precision_router_logits_have_the_gradients_of_a_widened_matmul(
+    generator: torch.Generator,
+) -> None:
+    x = torch.randn(7, 5, generator=generator).bfloat16()
+    weight, mix = (torch.randn(3, n, generator=generator) for n in (5, 7))
+    results = []
+    for forward in (routing.router_logits, lambda x, w: x.float() @ w.float().t()):
+        inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = forward(*inputs)
+        results.append((logits, *torch.autograd.grad((logits * mix.t()).sum(), inputs)))
+    for ours, expected in zip(*results, strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected)
+
+
 def test_the_margin_is_the_worst_chosen_score_minus_the_best_of_the_others() -> None:
     scores = torch.tensor([[5.0, 1.0, 4.0, 2.0], [1.0, -torch.inf, 3.0, -torch.inf]])
     ids = torch.tensor([[0, 3], [2, 0]])
