@@ -14,18 +14,88 @@ from lightning_moe.parallel.collectives import AxisGroup, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """An all-to-all of rows, and what its backward multiplies their gradients by.
+
+    The experts of a rank see the tokens of all ep ranks, each of which averages its loss over its own tokens. So
+    gradients of rows are divided by ep on their way to the experts, whose weights then get the gradient of the mean
+    over ranks, and multiplied by ep on from there to the tokens. Rows hold far fewer numbers than weights.
+
+    Attributes:
+        group: the ranks.
+        gradient_factor: ep where rows travel to experts, 1/ep where they come back.
+        send_splits, receive_splits: rows to and from each rank; None for equal shares.
+    """
+
+    group: AxisGroup
+    gradient_factor: float
+    send_splits: list[int] | None = None
+    receive_splits: list[int] | None = None
+
+    def back(self) -> "Exchange":
+        """The same way in the other direction."""
+        return Exchange(
+            group=self.group,
+            gradient_factor=1 / self.gradient_factor,
+            send_splits=self.receive_splits,
+            receive_splits=self.send_splits,
+        )
+
+    def start(self, rows: Tensor) -> tuple[Tensor, Work | None]:
+        """The received rows, which may be read once the work is done. Backward goes the same way back."""
+        started: list[Work | None] = []
+        received: Tensor = _AllToAll.apply(rows, self, started)
+        return received, started[0]
+
+    def run(self, rows: Tensor, *, async_op: bool = False) -> tuple[Tensor, Work | None]:
+        """As `start`, without a gradient."""
+        num_received = len(rows) if self.receive_splits is None else sum(self.receive_splits)
+        received = rows.new_empty(num_received, *rows.shape[1:])
+        work = self.group.all_to_all(
+            received,
+            rows.contiguous(),
+            out_splits=self.receive_splits,
+            in_splits=self.send_splits,
+            async_op=async_op,
+        )
+        return received, work
+
+
+class _AllToAll(torch.autograd.Function):
+    """torch has no differentiable all-to-all that may run while other work goes on.
+
+    A rank that sends or receives no row still takes part, forward and backward: empty tensors keep the graph.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context, rows: Tensor, exchange: Exchange, started: list[Work | None]
+    ) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]  # free-form, as torch has it
+        received, work = exchange.run(rows, async_op=True)
+        started.append(work)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        exchange: Exchange = ctx.exchange  # type: ignore[attr-defined]
+        returned, _ = exchange.back().run(grad)
+        return returned.mul_(exchange.gradient_factor), None, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged(Dispatched):
     """Rows that came from all ranks of the group.
 
     Attributes:
         plan: how the copies were sorted, for the way back.
-        send_splits, receive_splits: rows to and from each rank.
+        way: how the rows came.
         regroup: order that turns (source rank, expert) into (expert, source rank); None with one local expert.
     """
 
     plan: Plan
-    send_splits: list[int]
-    receive_splits: list[int]
+    way: Exchange
     regroup: Plan | None
 
 
@@ -36,8 +106,7 @@ class InFlight:
     rows_RW: Float[Tensor, "R W"]
     work: Work | None
     plan: Plan
-    send_splits: list[int]
-    receive_splits: list[int]
+    way: Exchange
     counts_GL: Int[Tensor, "G L"]
 
 
@@ -76,14 +145,18 @@ class AllToAllDispatcher:
         sent = counts_all.unflatten(1, (size, -1))  # (source, destination, local expert)
         between: list[list[int]] = sent.sum(dim=-1).tolist()
         self._check_limit([sum(row[destination] for row in between) for destination in range(size)])
-        send_splits, receive_splits = between[rank], [row[rank] for row in between]
-        rows_RW, work = _exchange(permute(x_TW, plan), receive_splits, send_splits, self.group)
+        way = Exchange(
+            group=self.group,
+            gradient_factor=float(size),
+            send_splits=between[rank],
+            receive_splits=[row[rank] for row in between],
+        )
+        rows_RW, work = way.start(permute(x_TW, plan))
         return InFlight(
             rows_RW=rows_RW,
             work=work,
             plan=plan,
-            send_splits=send_splits,
-            receive_splits=receive_splits,
+            way=way,
             counts_GL=sent[:, rank].contiguous(),
         )
 
@@ -100,8 +173,7 @@ class AllToAllDispatcher:
             rows_RW=rows_RW,
             counts_L=flight.counts_GL.sum(dim=0),
             plan=flight.plan,
-            send_splits=flight.send_splits,
-            receive_splits=flight.receive_splits,
+            way=flight.way,
             regroup=regroup,
         )
 
@@ -111,7 +183,7 @@ class AllToAllDispatcher:
         """The way back, then the weighted sum."""
         if sent.regroup is not None:
             rows_RW = reorder(rows_RW, sent.regroup.inverse_TK.flatten(), sent.regroup.order_N)
-        back_NW, work = _exchange(rows_RW, sent.send_splits, sent.receive_splits, self.group)
+        back_NW, work = sent.way.back().start(rows_RW)
         if work is not None:
             work.wait()
         return combine(back_NW, weights_TK, sent.plan)
@@ -131,51 +203,3 @@ def _expert_of_row(counts_GL: Tensor, num_rows: int) -> Tensor:
     num_sources, num_local = counts_GL.shape
     ids = torch.arange(num_local, device=counts_GL.device).repeat(num_sources)
     return ids.repeat_interleave(counts_GL.flatten(), output_size=num_rows).unsqueeze(-1)
-
-
-def _exchange(
-    rows: Tensor, receive_splits: list[int], send_splits: list[int], group: AxisGroup
-) -> tuple[Tensor, Work | None]:
-    """Rows set going to their ranks, and the work to wait for. Backward takes the same way back."""
-    started: list[Work | None] = []
-    received: Tensor = _AllToAll.apply(rows, receive_splits, send_splits, group, started)
-    return received, started[0]
-
-
-class _AllToAll(torch.autograd.Function):
-    """torch has no differentiable all-to-all that may run while other work goes on.
-
-    A rank that sends or receives no row still takes part, forward and backward: empty tensors keep the graph.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context,
-        rows: Tensor,
-        receive_splits: list[int],
-        send_splits: list[int],
-        group: AxisGroup,
-        started: list[Work | None],
-    ) -> Tensor:
-        ctx.splits = (send_splits, receive_splits)  # type: ignore[attr-defined]  # free-form, as torch has it
-        ctx.group = group  # type: ignore[attr-defined]
-        received = rows.new_empty(sum(receive_splits), *rows.shape[1:])
-        started.append(
-            group.all_to_all(
-                received,
-                rows.contiguous(),
-                out_splits=receive_splits,
-                in_splits=send_splits,
-                async_op=True,
-            )
-        )
-        return received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        send_splits, receive_splits = ctx.splits  # type: ignore[attr-defined]
-        back = grad.new_empty(sum(send_splits), *grad.shape[1:])
-        group: AxisGroup = ctx.group  # type: ignore[attr-defined]
-        group.all_to_all(back, grad.contiguous(), out_splits=send_splits, in_splits=receive_splits)
-        return back, None, None, None, None

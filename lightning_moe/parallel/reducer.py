@@ -50,9 +50,9 @@ class GradientReducer:
     """Means of gradients over each parameter's replicas, bucket by bucket, in one fixed order on every rank.
 
     A bucket leaves when all its parameters have their gradients and all buckets before it have left; `finish`
-    sends the rest. Sums run in at least float32, over ranks and over micro-batches. An expert's gradient is scaled
-    by 1/ep inside autograd, since its rank saw the tokens of ep ranks; a mean over its replicas then makes it the
-    gradient of the global mean loss, also when backward runs several times per step.
+    sends the rest. Sums run in at least float32, over ranks and over micro-batches. The dispatchers have divided
+    gradients of experts by ep already (see `parallel.dispatch.Exchange`); a mean over their replicas then makes them
+    those of the global mean loss, also when backward runs several times per step.
 
     Attributes:
         enabled: off for all but the last micro-batch of a step.
@@ -137,18 +137,15 @@ class GradientReducer:
 
     def _hooks(self, name: str, parameter: nn.Parameter) -> list[torch.utils.hooks.RemovableHandle]:
         return [
-            parameter.register_hook(lambda gradient: self._before_gradient(name, gradient)),
+            parameter.register_hook(lambda _: self._before_gradient(name)),
             parameter.register_post_accumulate_grad_hook(lambda p: self._on_gradient(name, p)),
         ]
 
-    def _before_gradient(self, name: str, gradient: Tensor) -> Tensor:
-        spec = self.layout.specs[name]
+    def _before_gradient(self, name: str) -> None:
         if name in self.targets and not self.targets[name].requires_grad:
             # `toggle_optimizer` has frozen the optimizer's parameter, which stands for this one.
             parameter = self.layout.parameters[name]
             self._held[name], parameter.grad = parameter.grad, None
-        scaled = spec.kind == "expert" and spec.num_shards > 1
-        return gradient / spec.num_shards if scaled else gradient
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         if name in self._held:

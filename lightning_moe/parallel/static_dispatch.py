@@ -5,10 +5,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_moe.nn.dispatch import Dispatched
-from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.capacity import (
     CapacityPlan,
     Overflow,
@@ -18,7 +16,7 @@ from lightning_moe.ops.capacity import (
     slots_per_expert,
 )
 from lightning_moe.parallel.collectives import AxisGroup, Work
-from lightning_moe.parallel.dispatch import AllToAllDispatcher
+from lightning_moe.parallel.dispatch import AllToAllDispatcher, Exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +58,7 @@ class StaticDispatcher:
         overflow: Overflow = "position",
     ) -> None:
         self.group = group
+        self._way = Exchange(group=group, gradient_factor=float(group.size))
         self.num_experts = num_experts
         self.top_k = top_k
         self.capacity_factor = capacity_factor
@@ -98,7 +97,7 @@ class StaticDispatcher:
                 "strategy.dispatcher=static was set up for; begin with the largest batch, or use all_to_all"
             )
         plan = plan_with_capacity(ids_TK, weights_TK, num_experts, self._capacity(), self.overflow)
-        rows_RW, work = _exchange(fill_slots(x_TW, plan), self.group)
+        rows_RW, work = self._way.start(fill_slots(x_TW, plan))
         return _InFlight(rows_RW=rows_RW, work=work, plan=plan)
 
     def receive(self, flight: _InFlight) -> _Arrived:
@@ -120,7 +119,7 @@ class StaticDispatcher:
         """The way back, then the weighted sum of the copies that were kept."""
         size, capacity = self.group.size, self._capacity()
         by_source = rows_RW.unflatten(0, (-1, size, capacity)).transpose(0, 1)
-        back_RW, work = _exchange(by_source.flatten(0, 2).contiguous(), self.group)
+        back_RW, work = self._way.back().start(by_source.flatten(0, 2))
         if work is not None:
             work.wait()
         return combine_slots(back_RW, weights_TK, sent.slots)
@@ -141,28 +140,3 @@ class StaticDispatcher:
         largest = torch.tensor(num_tokens, device=device)
         self.group.all_reduce(largest, "max")
         self.warmup(int(largest.item()), device)
-
-
-def _exchange(rows: Tensor, group: AxisGroup) -> tuple[Tensor, Work | None]:
-    started: list[Work | None] = []
-    received: Tensor = _EqualAllToAll.apply(rows, group, started)
-    return received, started[0]
-
-
-class _EqualAllToAll(torch.autograd.Function):
-    """The all-to-all of equal shares is its own backward."""
-
-    @staticmethod
-    def forward(ctx: Context, rows: Tensor, group: AxisGroup, started: list[Work | None]) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]  # free-form, as torch has it
-        received = torch.empty_like(rows)
-        started.append(group.all_to_all(received, rows, async_op=True))
-        return received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = torch.empty_like(grad)
-        group: AxisGroup = ctx.group  # type: ignore[attr-defined]
-        group.all_to_all(back, grad.contiguous())
-        return back, None, None

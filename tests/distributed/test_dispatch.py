@@ -49,11 +49,13 @@ def _equals_one_rank(rank: int, world: int, name: str, dispatcher: str) -> None:
     experts = slice(layer.experts.expert_ids.start, layer.experts.expert_ids.stop)
     for (path, got), wanted in zip(layer.named_parameters(), whole.parameters(), strict=True):
         assert got.grad is not None, path
-        gradient, expected = got.grad.clone(), wanted.grad
+        # Of the mean over ranks: experts have it at once, dense parameters once they are averaged.
+        gradient, expected = got.grad.clone(), wanted.grad / world
         if path.startswith("experts."):
             expected = expected[experts]
         else:
             dist.all_reduce(gradient)
+            gradient /= world
         torch.testing.assert_close(gradient, expected, msg=lambda m, p=path: f"{p}: {m}", **close)
     sizes: list[Any] = [None] * world
     dist.all_gather_object(sizes, ledger.order)

@@ -400,6 +400,20 @@ def test_a_parameter_toggled_off_takes_no_gradient_and_keeps_its_earlier_one() -
     run_ranks(_toggled, 2)
 
 
+def _weight_penalty(_rank: int, world: int, ep: int) -> None:
+    """A loss of the weights alone, as every rank has it; 0 for the experts it doesn't hold."""
+    setup = Setup(Net(), world, ep)
+    experts = dict(setup.module.named_parameters())["moe.experts.w_down"]
+    setup.backward(experts.square().sum() / 2)
+    found = {name: gradient for name, gradient, _ in setup.gradients()}
+    torch.testing.assert_close(found["moe.experts.w_down"], experts.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_loss_of_an_experts_weights_alone_counts_once(ep: int) -> None:
+    run_ranks(_weight_penalty, 2, ep)
+
+
 def _detached(rank: int, world: int) -> None:
     module = nn.ParameterDict({"w": torch.zeros(3)})
     setup = Setup(module, world, 1)
