@@ -52,7 +52,8 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
             on all ranks. None: no limit; a rank may receive up to ranks * tokens * top_k rows.
         distributed_optimizer: split optimizer state over replicas (more than one rank only).
         bucket_mb: size of one gradient message (MiB).
-        timeout: how long a collective may take before all ranks give up (seconds, or a timedelta).
+        timeout: how long a collective may take before all ranks give up (seconds, or a timedelta). A stalled rank
+            then ends the run within ten seconds more.
         start_method: how Lightning starts processes: `popen`, `spawn`, `fork` or `forkserver`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
             as in `DDPStrategy`.
@@ -71,7 +72,7 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
         receive_limit: int | None = None,
         distributed_optimizer: bool = True,
         bucket_mb: float = 25.0,
-        timeout: float | timedelta = 60.0,
+        timeout: float | timedelta = 50.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **lightning_options: Any,  # noqa: ANN401 - DDPStrategy's own, checked below
     ) -> None:
