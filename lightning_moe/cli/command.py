@@ -51,6 +51,12 @@ COMMANDS: Final = (
         summary="turn text into a token file",
         example="lightning-moe prepare 'corpus/**/*.txt' --output tokens.npy",
     ),
+    Command(
+        name="report",
+        module="lightning_moe.cli.report",
+        summary="write an HTML page about a run",
+        example="lightning-moe report RUN",
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_moe.cli.checkpoints import check_fits, read_checkpoint, saved_section
 from lightning_moe.cli.options import check_vocabulary, data_config
 from lightning_moe.cli.quiet import quieten
-from lightning_moe.cli.report import print_facts, print_scores
+from lightning_moe.cli.summary import print_facts, print_scores
 from lightning_moe.cli.trainer import build_trainer, prepare_process
 from lightning_moe.config import TransformerConfig, from_mapping
 from lightning_moe.config.data import DataConfig

@@ -1,67 +1,47 @@
-"""What is printed at the end: where things are, and how good the model is next to counting bytes."""
+"""`lightning-moe report`: a run folder in, one HTML page out."""
 
-import math
+import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from lightning_moe.data import (
-    ByteTokenizer,
-    TokenDataModule,
-    bigram_bits_per_byte,
-    unigram_bits_per_byte,
-)
-from lightning_moe.data.corpus import find_files
-from lightning_moe.data.sidecar import read_sidecar
+from lightning_moe.cli.errors import show_error
 
 
-def print_facts(facts: dict[str, str]) -> None:
-    """Names and values, one a line; paths are never broken, so that they can be copied."""
-    console = Console(soft_wrap=True, highlight=False)
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        console.print(f"[bold]{name:<{width}}[/bold]  ", end="")
-        console.print(value, markup=False)
+def run(arguments: Sequence[str]) -> int:
+    """Write the page; returns the exit code."""
+    options = _parser().parse_args(list(arguments))
+    try:
+        _report(options.folder, options.output)
+    except Exception as error:
+        show_error(error)
+        return 1
+    return 0
 
 
-def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: float) -> None:
-    """Print the model's validation loss beside those of two byte models.
-
-    Args:
-        data: what was validated on.
-        cross_entropy: mean over the validation tokens, in nats.
-        limit_batches: the Trainer's `limit_val_batches`, named if it left tokens out.
-    """
-    bytes_per_token = data.val_bytes_per_token
-    table = Table(title=f"validation on {data.num_val_tokens:,} tokens", title_justify="left")
-    table.add_column("")
-    table.add_column("bits per byte", justify="right")
-    table.add_column("nats per token", justify="right")
-    if bytes_per_token:
-        table.add_row(
-            "model", f"{cross_entropy / math.log(2) / bytes_per_token:.4f}", f"{cross_entropy:.4f}"
-        )
-    else:
-        table.add_row("model", "unknown", f"{cross_entropy:.4f}")
-    if bytes_per_token and _are_bytes(data):
-        for name, score in (
-            ("bigram counts", bigram_bits_per_byte(data.train_tokens, data.val_tokens)),
-            ("unigram counts", unigram_bits_per_byte(data.train_tokens, data.val_tokens)),
-        ):
-            table.add_row(name, f"{score:.4f}", f"{score * math.log(2) * bytes_per_token:.4f}")
-    else:
-        table.caption = "no byte baselines: the tokens are not known to be bytes"
-    if limit_batches != 1.0:
-        table.caption = f"the model saw a part only: trainer.limit_val_batches={limit_batches}"
-    Console().print(table)
-
-
-def _are_bytes(data: TokenDataModule) -> bool:
-    if not data.config.reads_token_files:
-        return True
-    files = find_files(data.config.paths + data.config.val_paths)
-    sidecars = [read_sidecar(Path(path)) for _, path in files]
-    return all(
-        sidecar is not None and sidecar.tokenizer == ByteTokenizer.name for sidecar in sidecars
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-moe report",
+        description="Write one HTML page about a run of `lightning-moe train`, finished or not: losses, balance, "
+        "load of every expert and rank, dropped routes, throughput. The page needs no network and no other file.",
+        epilog="example: lightning-moe report runs/tiny_cpu/2026-01-31_12-00-00",
+        allow_abbrev=False,
     )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the run folder")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page (default: FOLDER/report.html)"
+    )
+    return parser
+
+
+def _report(folder: Path, output: Path | None) -> None:
+    from lightning_moe.report import read_run, run_page  # noqa: PLC0415 - not needed for `--help`
+
+    html = run_page(read_run(folder))
+    path = output or folder / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A browser that reloads while a run goes on never sees half a page.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(html, encoding="utf-8")
+    unfinished.replace(path)
+    print(f"{path}: {len(html) / 1024:,.0f} KiB")

@@ -19,7 +19,7 @@ from lightning_moe.cli.checkpoints import (
 )
 from lightning_moe.cli.options import RunConfig, read_options
 from lightning_moe.cli.quiet import quieten
-from lightning_moe.cli.report import print_facts, print_scores
+from lightning_moe.cli.summary import print_facts, print_scores
 from lightning_moe.cli.trainer import build_trainer, prepare_process, run_folder
 from lightning_moe.config import to_mapping
 from lightning_moe.data import TokenDataModule

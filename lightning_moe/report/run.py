@@ -1,0 +1,155 @@
+"""Reads the folder of a run: its metrics, its options, and how its tokens were routed."""
+
+import csv
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import yaml
+
+from lightning_moe.report.routing import LayerRouting, read_layers
+from lightning_moe.report.series import EMPTY, Series
+
+METRICS: Final = "metrics.csv"
+HISTORY: Final = "routing_history.npz"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a run's folder says.
+
+    Attributes:
+        folder: where it was read from.
+        metrics: all columns of `metrics.csv`, and of earlier parts of a resumed run, by name.
+        options: `config.yaml`; empty where there is none.
+        routing: per MoE layer, what `ExpertLoadMonitor` wrote; empty where it wrote nothing.
+    """
+
+    folder: Path
+    metrics: dict[str, Series]
+    options: dict[str, object]
+    routing: list[LayerRouting]
+
+    def series(self, name: str) -> Series:
+        """A column, empty if it was never logged."""
+        return self.metrics.get(name, EMPTY)
+
+    def option(self, path: str) -> object:
+        """A value of `config.yaml` by its dotted name; None if it isn't there."""
+        node: object = self.options
+        for name in path.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return node
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps up to the last one that was logged."""
+        return max((int(series.steps[-1]) + 1 for series in self.metrics.values()), default=0)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder of `lightning-moe train`, finished or still being written.
+
+    Raises:
+        FileNotFoundError: if the folder or its `metrics.csv` is missing.
+        ValueError: if a file is damaged.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give the run folder of a training run")
+    if not (folder / METRICS).is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {METRICS}: either no training run wrote here, or it has logged nothing yet, "
+            "or it ran without logger=csv"
+        )
+    return Run(
+        folder=folder,
+        metrics=read_metrics(folder),
+        options=read_options(folder),
+        routing=read_routing(folder),
+    )
+
+
+def read_metrics(folder: Path) -> dict[str, Series]:
+    """All parts of a run's `metrics.csv`; where a resumed run repeats a step, the newer value counts."""
+    earlier = sorted(folder.glob("metrics_*.csv"), key=lambda path: (len(path.name), path.name))
+    points: dict[str, dict[int, float]] = {}
+    for path in [*earlier, folder / METRICS]:
+        for step, name, value in _read_csv(path):
+            points.setdefault(name, {})[step] = value
+    return {name: _series(values) for name, values in points.items()}
+
+
+def read_options(folder: Path) -> dict[str, object]:
+    """The resolved options of a run; empty where none were saved.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} is damaged: it holds no options")
+    return options
+
+
+def read_routing(folder: Path) -> list[LayerRouting]:
+    """The routing of every MoE layer; empty where the run has no history.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    path = folder / HISTORY
+    if not path.is_file():
+        return []
+    try:
+        # Opened here: numpy leaves the file of a damaged archive open.
+        with path.open("rb") as file, np.load(file) as arrays:
+            return read_layers(dict(arrays))
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _series(points: Mapping[int, float]) -> Series:
+    steps = sorted(points)
+    return Series(
+        steps=np.array(steps, dtype=np.int64), values=np.array([points[step] for step in steps])
+    )
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, str, float]]:
+    """Step, column and value of every filled cell."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: it is no text file ({error})") from error
+    # A run that goes on may be in the middle of its last line.
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    try:
+        rows = list(csv.reader(lines, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    header = rows[0] if rows else []
+    if "step" not in header:
+        raise ValueError(f"{path} is damaged: its first line names no column `step`")
+    for number, row in enumerate(rows[1:], start=2):
+        try:
+            cells = dict(zip(header, row, strict=True))
+            step = int(cells["step"])
+            values = {
+                name: float(cell)
+                for name, cell in cells.items()
+                if cell and name not in ("step", "epoch")
+            }
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged in line {number}: {error}") from error
+        for name, value in values.items():
+            yield step, name, value
