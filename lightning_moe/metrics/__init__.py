@@ -1,5 +1,7 @@
 """torchmetrics for language models with experts."""
 
+from lightning_moe.metrics.expert_load import BatchMaxVio, ExpertLoad
+from lightning_moe.metrics.router import RouterBalance, RouterConfidence
 from lightning_moe.metrics.token_mean import TokenMean
 
-__all__ = ["TokenMean"]
+__all__ = ["BatchMaxVio", "ExpertLoad", "RouterBalance", "RouterConfidence", "TokenMean"]

@@ -28,7 +28,18 @@ from lightning_moe.ops.attention import AttentionMask, sdpa_attention
 from lightning_moe.ops.bias import updated_score_bias
 from lightning_moe.ops.cross_entropy import ChunkedLoss, chunked_cross_entropy
 from lightning_moe.ops.grouped_mm import loop_grouped_mm, torch_grouped_mm
-from lightning_moe.ops.load import load_max_over_mean
+from lightning_moe.ops.load import (
+    balance_inner_product,
+    dead_share,
+    drop_rate,
+    entropy_imbalance,
+    load_entropy,
+    load_max_over_mean,
+    load_variation,
+    max_violation,
+    rank_loads,
+    relative_load,
+)
 from lightning_moe.ops.losses import balance_loss, orthogonality_loss, router_z_loss, z_loss
 from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, reorder
 from lightning_moe.ops.records import Routing, TokenRoutes
@@ -43,15 +54,24 @@ __all__ = [
     "TokenRoutes",
     "activation_function",
     "apply_rope",
+    "balance_inner_product",
     "balance_loss",
     "chunked_cross_entropy",
     "combine",
+    "dead_share",
+    "drop_rate",
+    "entropy_imbalance",
     "gpt_oss_swiglu",
+    "load_entropy",
     "load_max_over_mean",
+    "load_variation",
     "loop_grouped_mm",
+    "max_violation",
     "orthogonality_loss",
     "permute",
     "plan_by_expert",
+    "rank_loads",
+    "relative_load",
     "relu2",
     "reorder",
     "rope_angles",

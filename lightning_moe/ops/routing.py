@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.ops.records import TokenRoutes
 from lightning_moe.ops.top_experts import top_experts
 
 SCORE_GRID: Final = 2.0**14
@@ -78,6 +79,18 @@ def score_entropy(shares_TE: Float[Tensor, "T E"]) -> Float[Tensor, " T"]:
     """Entropy of each row of scores that add up to 1 (nats); a score of 0 adds nothing."""
     terms_TE: Tensor = torch.special.entr(shares_TE)
     return terms_TE.sum(dim=-1)
+
+
+def confidence_sums(tokens: TokenRoutes) -> Float[Tensor, "4"]:
+    """Over valid tokens: sum and number of finite margins, sum of entropies (nats), number of tokens; float64."""
+    finite_T = tokens.valid_T & tokens.margin_T.isfinite()
+    sums = [
+        torch.where(finite_T, tokens.margin_T, 0.0).sum(dtype=torch.float64),
+        finite_T.sum(),
+        torch.where(tokens.valid_T, tokens.entropy_T, 0.0).sum(dtype=torch.float64),
+        tokens.valid_T.sum(),
+    ]
+    return torch.stack([total.double() for total in sums])
 
 
 def uniform_assignment(

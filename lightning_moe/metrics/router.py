@@ -1,0 +1,115 @@
+"""What routers want: does their score follow the load, and how sure are they?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_moe.metrics.layer_sums import LayerSums
+from lightning_moe.ops.load import balance_inner_product
+from lightning_moe.ops.records import Routing
+from lightning_moe.ops.routing import confidence_sums
+
+
+class RouterBalance(LayerSums):
+    """`balance_loss` of all tokens together, and its distance from 1, `inner_product`; one value per layer.
+
+    f and P are taken over everything summed up: a wider scope than that of a loss in training. A loss below 1 beside
+    a load that is uneven (`ExpertLoad`) is token gerrymandering, not balance. NaN before any token was seen.
+
+    >>> from lightning_moe.ops import Routing
+    >>> metric = RouterBalance(2)
+    >>> # Tokens with scores (1, 0) twice and (.4, .6) four times.
+    >>> metric.update(Routing(requested_E=torch.tensor([2, 4]), kept_E=torch.tensor([2, 4]),
+    ...                       score_sums_E=torch.tensor([3.6, 2.4]).double(),
+    ...                       logz_squared=torch.tensor(0.0), num_tokens=torch.tensor(6)))
+    >>> round(metric.compute()["balance_loss"].item() * 15, 6)
+    14.0
+
+    Args:
+        num_experts: experts of the layer, or of each layer in the order of the records.
+        options: torchmetrics' own, such as `process_group`.
+    """
+
+    requested: Tensor
+    score_sums: Tensor
+
+    def __init__(
+        self,
+        num_experts: int | Sequence[int],
+        **options: Any,  # noqa: ANN401 - torchmetrics' own
+    ) -> None:
+        super().__init__(num_experts, **options)
+        self._add_sum("requested", sum(self.num_experts), torch.int64)
+        self._add_sum("score_sums", sum(self.num_experts), torch.float64)
+
+    def update(self, records: Routing | Sequence[Routing]) -> None:
+        """Add the record of the layer, or one record per layer."""
+        found = self._checked(records)
+        self.requested += torch.cat([record.requested_E for record in found])
+        self.score_sums += torch.cat([record.score_sums_E.detach() for record in found])
+
+    def compute(self) -> dict[str, Float[Tensor, " _"]]:
+        """Both, one value per layer."""
+        requested, score_sums = self._by_layer(self.requested), self._by_layer(self.score_sums)
+        inner = torch.stack(
+            [balance_inner_product(*pair) for pair in zip(requested, score_sums, strict=True)]
+        )
+        empty = torch.stack([counts.sum() == 0 for counts in requested])
+        inner = torch.where(empty, torch.nan, inner)
+        return {"balance_loss": 1 + inner, "inner_product": inner}
+
+
+class RouterConfidence(LayerSums):
+    """Mean `margin` and `entropy` (nats) of the choice of experts, per token and layer; see `ops.TokenRoutes`.
+
+    Needs records of routers whose `trace` is on. Margins that are infinite, where nothing was left to choose, don't
+    enter the mean; without any other it is NaN.
+
+    >>> from lightning_moe.config import MoEConfig
+    >>> from lightning_moe.nn import MoE
+    >>> moe, metric = MoE(4, MoEConfig(num_experts=2)), RouterConfidence(2)
+    >>> moe.router.trace = True
+    >>> with torch.no_grad():
+    ...     _ = moe.router.weight.zero_()
+    >>> {name: round(value.item(), 4) for name, value in metric(moe(torch.ones(3, 4))[1]).items()}
+    {'margin': 0.0, 'entropy': 0.6931}
+
+    Args:
+        num_experts: experts of the layer, or of each layer in the order of the records.
+        options: torchmetrics' own, such as `process_group`.
+    """
+
+    sums: Tensor
+
+    def __init__(
+        self,
+        num_experts: int | Sequence[int],
+        **options: Any,  # noqa: ANN401 - torchmetrics' own
+    ) -> None:
+        super().__init__(num_experts, **options)
+        none = torch.zeros(len(self.num_experts), 4, dtype=torch.float64)
+        self.add_state("sums", default=none, dist_reduce_fx="sum")
+
+    def update(self, records: Routing | Sequence[Routing]) -> None:
+        """Add the record of the layer, or one record per layer.
+
+        Raises:
+            ValueError: if a record says nothing about single tokens.
+        """
+        rows = []
+        for record in self._checked(records):
+            if record.tokens is None:
+                raise ValueError(
+                    "RouterConfidence needs records that tell the route of each token; set `moe.router.trace = True` "
+                    "on every MoE layer before its forward"
+                )
+            rows.append(confidence_sums(record.tokens))
+        self.sums += torch.stack(rows)
+
+    def compute(self) -> dict[str, Float[Tensor, " _"]]:
+        """Both, one value per layer."""
+        margin, num_margins, entropy, num_tokens = self.sums.unbind(dim=-1)
+        return {"margin": margin / num_margins, "entropy": entropy / num_tokens}
