@@ -17,6 +17,10 @@ def swiglu(up_gate_RP: Float[Tensor, "R P"]) -> Float[Tensor, "R F"]:
 
     Source: GLU Variants Improve Transformer, arXiv:2002.05202.
     """
+    if torch.compiler.is_compiling():
+        # The compiler fuses the plain form by itself, and refuses to write into half of a row.
+        up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate_RF) * up_RF
     hidden_RF: Tensor = _SwiGLU.apply(up_gate_RP)
     return hidden_RF
 
@@ -52,7 +56,7 @@ def activation_function(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """One saved tensor instead of three, and the gradient written in place into one buffer."""
+    """One saved tensor instead of three; the gradient is written in place, without another buffer."""
 
     @staticmethod
     def forward(ctx: Context, up_gate_RP: Tensor) -> Tensor:
@@ -67,8 +71,8 @@ class _SwiGLU(torch.autograd.Function):
         up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
         grad_RP = torch.empty_like(up_gate_RP)
         grad_up_RF, grad_gate_RF = grad_RP.chunk(2, dim=-1)
-        buffer_RF = torch.nn.functional.silu(gate_RF)
-        torch.mul(grad_RF, buffer_RF, out=grad_up_RF)
-        torch.mul(grad_RF, up_RF, out=buffer_RF)
-        torch.ops.aten.silu_backward.grad_input(buffer_RF, gate_RF, grad_input=grad_gate_RF)
+        torch.mul(grad_RF, up_RF, out=grad_up_RF)
+        torch.ops.aten.silu_backward.grad_input(grad_up_RF, gate_RF, grad_input=grad_gate_RF)
+        torch.ops.aten.silu.out(gate_RF, out=grad_up_RF)
+        grad_up_RF.mul_(grad_RF)
         return grad_RP
