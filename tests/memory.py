@@ -53,6 +53,43 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(block, gone)
 
 
+class TouchedBytes(TorchDispatchMode):
+    """Follows the blocks of `tensors` and all that an operator touches meanwhile, also those whose size changes.
+
+    Attributes:
+        peak: most bytes at once.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._weigh(tensors)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run the operator and weigh what is there."""
+        result = func(*args, **(kwargs or {}))
+        self._weigh(pytree.tree_leaves((args, kwargs, result)))
+        return result
+
+    def _weigh(self, values: Iterable[Any]) -> None:
+        # A DTensor has no memory of its own; operators on its local tensor aren't seen.
+        for block in _blocks(v for v in values if type(v) in (Tensor, torch.nn.Parameter)):
+            if block._cdata not in self._known:
+                self._known[block._cdata] = weakref.ref(
+                    block, lambda _, key=block._cdata: self._known.pop(key)
+                )
+        blocks = [known() for known in self._known.values()]
+        # FSDP2 frees gathered weights by shrinking their block.
+        self.peak = max(self.peak, sum(block.nbytes() for block in blocks if block is not None))
+
+
 def _blocks(values: Iterable[Any]) -> list[torch.UntypedStorage]:
     return [value.untyped_storage() for value in values if isinstance(value, Tensor)]
 

@@ -2,6 +2,7 @@
 
 All variants hold equal weights (their first losses are compared), see equal tokens, and take turns in the same
 processes. Ratios are medians over rounds of (other time / our time) with their range: above 1, ours is faster.
+MB: of one rank's tensors, between steps and at most within a step.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from lightning_moe.parallel import (
     ProcessMesh,
     apply_expert_parallel,
 )
+from tests.memory import TouchedBytes
 from tests.ranks import run_ranks
 
 VOCABULARY = 256
@@ -55,10 +57,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds per step of each round, and bytes of this rank's tensors that live between steps."""
+    """Seconds per step of each round, and bytes of this rank's tensors: between steps, and at most within one."""
 
     seconds: dict[str, list[float]]
     state_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
     first_loss: dict[str, float]
 
 
@@ -186,8 +189,8 @@ def build(name: str, core: MoETransformer, world: int) -> Variant:
     return makers[name]()
 
 
-def live_bytes(variant: Variant) -> int:
-    """Bytes of weights and optimizer state of this rank."""
+def state(variant: Variant) -> list[Tensor]:
+    """This rank's weights and optimizer state."""
     tensors: list[Any] = [*variant.model.parameters(), *variant.model.buffers()]
     for group in variant.optimizer.param_groups:
         tensors += group["params"]
@@ -197,9 +200,20 @@ def live_bytes(variant: Variant) -> int:
             for value in variant.optimizer.state[parameter].values()
             if isinstance(value, Tensor)
         ]
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+    return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+
+
+def live_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of their memory, each block once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def peak_bytes(variant: Variant, batches: Sequence[Tensor]) -> int:
+    """Bytes of all tensors that live at once within a step, weights and state included."""
+    with TouchedBytes(state(variant)) as touched:
+        variant.step(batches)
+    return touched.peak
 
 
 def measure(rank: int, world: int, setting: Setting, rounds: int) -> Measured:
@@ -224,7 +238,8 @@ def measure(rank: int, world: int, setting: Setting, rounds: int) -> Measured:
             seconds[name].append(time.perf_counter() - start)
     return Measured(
         seconds=seconds,
-        state_bytes={name: live_bytes(variant) for name, variant in variants.items()},
+        state_bytes={name: live_bytes(state(variant)) for name, variant in variants.items()},
+        peak_bytes={name: peak_bytes(variant, batches) for name, variant in variants.items()},
         first_loss=first_loss,
     )
 
@@ -252,27 +267,41 @@ def ratio(measured: Measured, other: str) -> str:
     return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
 
 
+def megabytes(measured: Measured, *names: str) -> list[str]:
+    """Of each variant, between steps and at most within one."""
+    return [
+        f"{measured.state_bytes[name] / 1e6:.0f} / {measured.peak_bytes[name] / 1e6:.0f}"
+        for name in names
+    ]
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--parts", nargs="+", default=["fsdp", "flat", "dense"])
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--timeout-s", type=float, default=1200.0)
     options = parser.parse_args()
     console = Console()
+    sizes_of_layer = {"d_model": options.width, "hidden": options.hidden}
     if "fsdp" in options.parts:
         table = Table(
             "E",
             "FSDP2 reshard / ours",
             "FSDP2 keep / ours",
             "MB ours",
-            "MB FSDP2",
-            title="8 x 1,024 tokens",
+            "MB FSDP2 reshard",
+            "MB FSDP2 keep",
+            title=f"8 x 1,024 tokens, width {options.width}, experts {options.hidden}",
         )
         for experts in options.experts:
-            m = compare(Setting(num_experts=experts), options.rounds, options.timeout_s)
-            sizes = [f"{m.state_bytes[name] / 1e6:.0f}" for name in ("ours", "fsdp_reshard")]
+            m = compare(
+                Setting(num_experts=experts, **sizes_of_layer), options.rounds, options.timeout_s
+            )
+            sizes = megabytes(m, "ours", "fsdp_reshard", "fsdp_keep")
             table.add_row(str(experts), ratio(m, "fsdp_reshard"), ratio(m, "fsdp_keep"), *sizes)
         console.print(table)
     if "flat" in options.parts:
@@ -292,8 +321,7 @@ def main() -> None:
         setting = Setting(num_experts=0, variants=("ours", "ddp"), layers=4)
         m = compare(setting, options.rounds, options.timeout_s)
         table = Table("dense model", "DDP / ours", "MB ours", "MB DDP")
-        sizes = [f"{m.state_bytes[name] / 1e6:.0f}" for name in ("ours", "ddp")]
-        table.add_row("4 layers", ratio(m, "ddp"), *sizes)
+        table.add_row("4 layers", ratio(m, "ddp"), *megabytes(m, "ours", "ddp"))
         console.print(table)
 
 
