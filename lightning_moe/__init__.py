@@ -20,7 +20,7 @@ from lightning_moe.config.data import DataConfig
 if TYPE_CHECKING:
     from lightning_moe.data import TokenBatch, TokenDataModule
     from lightning_moe.module import MoEModule
-    from lightning_moe.optim import StepWindow, close_window
+    from lightning_moe.optim import StepWindow, close_window, step_router_losses
     from lightning_moe.parallel.whole_checkpoint import load_weights
     from lightning_moe.strategy import ExpertParallelStrategy
 
@@ -43,6 +43,7 @@ __all__ = [
     "TransformerConfig",
     "close_window",
     "load_weights",
+    "step_router_losses",
 ]
 
 # These import torch and Lightning, seconds that the command line's help should not take: loaded at first use.
@@ -54,6 +55,7 @@ _FIRST_USE: Final = {
     "TokenDataModule": "lightning_moe.data",
     "close_window": "lightning_moe.optim",
     "load_weights": "lightning_moe.parallel.whole_checkpoint",
+    "step_router_losses": "lightning_moe.optim",
 }
 
 

@@ -22,9 +22,15 @@ from lightning_moe.data import TokenBatch
 from lightning_moe.metrics import TokenMean
 from lightning_moe.nn import MoE, MoETransformer, Routing
 from lightning_moe.nn.init import draw_seed
-from lightning_moe.nn.router_losses import router_losses
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
-from lightning_moe.optim import StepWindow, build_optimizer, close_window, learning_rate_factor
+from lightning_moe.optim import (
+    StepWindow,
+    build_optimizer,
+    close_window,
+    learning_rate_factor,
+    step_router_losses,
+)
+from lightning_moe.optim.step_window import refuse_unclosed
 from lightning_moe.parallel.whole_checkpoint import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
 
@@ -67,7 +73,6 @@ class MoEModule(L.LightningModule):
         self._has_nominal_tokens = False
         self._tokens_seen = torch.zeros((), dtype=torch.int64)
         self._noise_seed = draw_seed()
-        self._opened_at = 0
         self._step_started = 0.0
 
     @classmethod
@@ -97,20 +102,23 @@ class MoEModule(L.LightningModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Float[Tensor, ""]:
         """Sum of all losses over the labelled tokens, divided by a constant; see `optim.StepWindow`."""
-        with self._noise_of_this_batch():
+        with self._noise_of_batch(0):
             head, records, num_tokens = self._losses(batch)
         self._open_window(batch)
         total = head.total
         sums = {"ce": head.cross_entropy}
         if records:
-            auxiliary = router_losses(
-                self.moe_layers,
-                records,
-                lambda tensor: self.trainer.strategy.reduce(tensor, reduce_op="sum"),
-            )
+            auxiliary = step_router_losses(self, records)
             total = total + auxiliary.total
             sums |= {"balance_loss": auxiliary.balance, "z_loss": auxiliary.z}
         return self.window.add(total, num_tokens, records, {"loss": total, **sums})
+
+    def routing_step(self, batch: TokenBatch, batch_idx: int) -> list[Routing]:
+        """The routing records that `training_step` will see; the balance scope `exact` counts a step ahead by them."""
+        if not self.training:
+            return self._features(batch)[1]
+        with self._noise_of_batch(batch_idx - self.trainer.fit_loop.batch_idx):
+            return self._features(batch)[1]
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Add to the validation loss."""
@@ -131,21 +139,24 @@ class MoEModule(L.LightningModule):
         self._log_evaluation("test", self.test_ce)
 
     def _losses(self, batch: TokenBatch) -> tuple[ChunkedLoss, list[Routing], Tensor]:
-        if not isinstance(batch, TokenBatch):
-            raise TypeError(
-                f"MoEModule needs batches of type TokenBatch, got {type(batch).__name__}"
-            )
-        valid_BS = batch.labels_BS != IGNORE_INDEX
-        hidden_BSD, records = self.model.features(
-            batch.ids_BS, valid_BS=valid_BS, document_ids_BS=batch.document_ids_BS
-        )
+        hidden_BSD, records = self._features(batch)
         head = chunked_cross_entropy(
             hidden_BSD.flatten(0, 1),
             self.model.head_weight,
             batch.labels_BS.flatten(),
             z_weight=self.config.lm_z_loss_weight or 0.0,
         )
-        return head, records, valid_BS.sum()
+        return head, records, (batch.labels_BS != IGNORE_INDEX).sum()
+
+    def _features(self, batch: TokenBatch) -> tuple[Tensor, list[Routing]]:
+        if not isinstance(batch, TokenBatch):
+            raise TypeError(
+                f"MoEModule needs batches of type TokenBatch, got {type(batch).__name__}"
+            )
+        valid_BS = batch.labels_BS != IGNORE_INDEX
+        return self.model.features(
+            batch.ids_BS, valid_BS=valid_BS, document_ids_BS=batch.document_ids_BS
+        )
 
     def _log_evaluation(self, prefix: str, metric: TokenMean) -> None:
         nats = metric.compute()
@@ -173,24 +184,19 @@ class MoEModule(L.LightningModule):
                 self.trainer.strategy.reduce(size, reduce_op="max").item()
             )
             self._has_nominal_tokens = True
-        self._refuse_undivided_step()
-        if not self.window.is_open:
-            self._opened_at = self.trainer.global_step
-
-    def _refuse_undivided_step(self) -> None:
-        if self.window.is_open and self._opened_at != self.trainer.global_step:
-            raise RuntimeError(
-                "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
-                "overridden without calling super().optimizer_step; call it"
-            )
+        refuse_unclosed(self)
 
     @contextmanager
-    def _noise_of_this_batch(self) -> Iterator[None]:
+    def _noise_of_batch(self, ahead: int) -> Iterator[None]:
         """Router jitter and the like depend on seed, batch number and rank only, so that a resumed run repeats them.
 
         Restoring a saved generator would not do: validation and data loaders draw from it as well.
+
+        Args:
+            ahead: batches between the one in training and the one meant.
         """
-        key = f"{self._noise_seed}/{self.trainer.fit_loop.total_batch_idx}/{self.global_rank}"
+        number = self.trainer.fit_loop.total_batch_idx + ahead
+        key = f"{self._noise_seed}/{number}/{self.global_rank}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -232,7 +238,7 @@ class MoEModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: TokenBatch, batch_idx: int) -> None:  # noqa: ANN401
         """Refuse an optimizer step that nothing closed; the next `training_step` asks again."""
-        self._refuse_undivided_step()
+        refuse_unclosed(self)
 
     def on_train_start(self) -> None:
         """Forget what an earlier, interrupted fit left open; start the clock."""
@@ -297,6 +303,7 @@ class MoEModule(L.LightningModule):
             "nominal_tokens": self.window.nominal_tokens if self._has_nominal_tokens else None,
             "tokens_seen": int(self._tokens_seen.item()),
             "noise_seed": self._noise_seed,
+            "window": self.window.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -307,3 +314,5 @@ class MoEModule(L.LightningModule):
             self.window.nominal_tokens = saved["nominal_tokens"] or 1
             self._tokens_seen = torch.tensor(saved["tokens_seen"])
             self._noise_seed = saved["noise_seed"]
+            if "window" in saved:
+                self.window.load_state_dict(saved["window"])

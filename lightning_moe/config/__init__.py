@@ -13,7 +13,7 @@ from lightning_moe.config.layers import (
 )
 from lightning_moe.config.model import LayerOverrides, TransformerConfig
 from lightning_moe.config.moe import (
-    AVAILABLE_BALANCE_SCOPES,
+    SPLIT_INVARIANT_SCOPES,
     Activation,
     Backend,
     BalanceScope,
@@ -28,8 +28,8 @@ from lightning_moe.config.optim import DecayShape, OptimConfig, Schedule, Schedu
 from lightning_moe.config.presets import PRESETS
 
 __all__ = [
-    "AVAILABLE_BALANCE_SCOPES",
     "PRESETS",
+    "SPLIT_INVARIANT_SCOPES",
     "Activation",
     "AttentionBackend",
     "AttentionConfig",

@@ -24,12 +24,8 @@ Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
 SharedActivation = Literal["swiglu", "relu2"]
 Backend = Literal["auto", "loop", "torch"]
 
-AVAILABLE_BALANCE_SCOPES: Final[tuple[BalanceScope, ...]] = (
-    "sequence",
-    "micro_batch",
-    "global_micro_batch",
-)
-"""The balance scopes that can be trained with; the others are refused on construction."""
+SPLIT_INVARIANT_SCOPES: Final[frozenset[BalanceScope]] = frozenset({"sequence", "lagged", "exact"})
+"""The balance scopes whose loss stays the same however the batch of a step is split into micro-batches."""
 
 DEFAULT_ACTIVATION_ALPHA: Final = 1.702
 
@@ -65,6 +61,10 @@ class RouterConfig:
         score_correction_bias: keep a selection bias even when `bias_gamma` does not move it.
         lb_loss_weight: weight of the balance loss; None computes none.
         lb_loss_scope: the tokens over which expert counts of the balance loss are taken.
+            `sequence`: each sequence. `micro_batch`: those of one rank. `global_micro_batch`: those of
+            all ranks. `accumulated`: of all ranks, in this micro-batch and those before it in the same
+            optimizer step. `lagged`: the whole optimizer step before. `exact`: the whole optimizer
+            step, counted by a forward without gradients ahead of its first backward.
         z_loss_weight: weight of the squared log-partition (nats squared) per token.
         orth_loss_weight: weight of the squared cosine between the router's rows.
     """
@@ -93,7 +93,6 @@ class RouterConfig:
     def __post_init__(self) -> None:
         """Check every option, then the relations between them."""
         self._check_values()
-        self._check_scope()
         self._check_groups()
         self._check_benchmark_assignment()
 
@@ -144,13 +143,6 @@ class RouterConfig:
         )
         check_choices(_ROUTER, get_args(GatingFunction), gating_function=self.gating_function)
         check_choices(_ROUTER, get_args(BalanceScope), lb_loss_scope=self.lb_loss_scope)
-
-    def _check_scope(self) -> None:
-        if self.lb_loss_scope not in AVAILABLE_BALANCE_SCOPES:
-            raise ValueError(
-                f"{_ROUTER}.lb_loss_scope={self.lb_loss_scope!r} is not available yet; "
-                f"choose {' or '.join(AVAILABLE_BALANCE_SCOPES)}"
-            )
 
     def _check_groups(self) -> None:
         if self.n_group is None and self.topk_group is None:

@@ -1,15 +1,18 @@
 """Auxiliary losses of all MoE layers of a model, with the weights their configs give."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_moe.nn.moe import MoE
 from lightning_moe.ops.losses import balance_loss, orthogonality_loss, z_loss
 from lightning_moe.ops.records import Routing
+
+_OWN_COUNTS: Final = ("sequence", "micro_batch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,8 @@ class RouterLosses:
 def router_losses(
     layers: Sequence[MoE],
     records: Sequence[Routing],
-    all_reduce_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    # Not " E": layers may differ in their number of experts.
+    counts: Sequence[Int[Tensor, " _"]] | None = None,
 ) -> RouterLosses:
     """The losses of `layers`, each from its own record; add `total` to a summed loss that is divided by tokens.
 
@@ -39,26 +43,26 @@ def router_losses(
     Args:
         layers: the MoE layers.
         records: one per layer.
-        all_reduce_sum: sum of a tensor over all data ranks; called once for all layers, where one has the balance
-            scope `global_micro_batch`. None is needed on one rank.
+        counts: one per layer: token copies asked of each expert over the tokens of the layer's balance scope. None
+            takes those of `records`; scopes beyond this rank's micro-batch need `optim.step_router_losses`, which
+            calls this function with them.
 
     Raises:
-        ValueError: if there isn't exactly one record per layer.
+        ValueError: if there isn't exactly one record per layer, or `counts` is None and a scope needs them.
         RuntimeError: if a weighted loss has lost its gradient (see `ops.losses.require_gradient`).
     """
     if len(layers) != len(records) or not layers:
         raise ValueError(
             f"{len(records)} routing records for {len(layers)} MoE layers; pass one record per layer"
         )
-    records = _with_global_counts(layers, records, all_reduce_sum)
+    counts = _own_counts(layers, records) if counts is None else counts
     total = balance = z = torch.zeros((), device=records[0].num_tokens.device)
-    for layer, record in zip(layers, records, strict=True):
+    for layer, record, counts_E in zip(layers, records, counts, strict=True):
         config = layer.config.router
         trainable = torch.is_grad_enabled() and layer.router.weight.requires_grad
         with torch.set_grad_enabled(trainable and bool(config.lb_loss_weight)):
-            layer_balance = balance_loss(
-                [record], scope=layer.config.router.lb_loss_scope, reduction="sum"
-            )
+            over_scope = replace(record, requested_E=counts_E)
+            layer_balance = balance_loss([over_scope], scope=config.lb_loss_scope, reduction="sum")
         with torch.set_grad_enabled(trainable and bool(config.z_loss_weight)):
             layer_z = z_loss([record], reduction="sum")
         total = (
@@ -75,17 +79,12 @@ def router_losses(
     return RouterLosses(total=total, balance=balance, z=z)
 
 
-def _with_global_counts(
-    layers: Sequence[MoE], records: Sequence[Routing], all_reduce_sum: Callable[[Tensor], Tensor]
-) -> list[Routing]:
-    """Records whose counts are those of all ranks, where the layer's balance scope wants that; one message."""
-    wanted = [layer.config.router.lb_loss_scope == "global_micro_batch" for layer in layers]
-    if not any(wanted):
-        return list(records)
-    counts = [record.requested_E for record, want in zip(records, wanted, strict=True) if want]
-    sums = all_reduce_sum(torch.cat(counts)).split([count.numel() for count in counts])
-    of_layer = iter(sums)
-    return [
-        replace(record, requested_E=next(of_layer)) if want else record
-        for record, want in zip(records, wanted, strict=True)
-    ]
+def _own_counts(layers: Sequence[MoE], records: Sequence[Routing]) -> list[Tensor]:
+    for layer in layers:
+        scope = layer.config.router.lb_loss_scope
+        if scope not in _OWN_COUNTS:
+            raise ValueError(
+                f"model.moe.router.lb_loss_scope={scope!r} takes counts from more tokens than this call has; call "
+                f"optim.step_router_losses(module, records) instead, or choose {' or '.join(_OWN_COUNTS)}"
+            )
+    return [record.requested_E for record in records]

@@ -1,13 +1,13 @@
 """Auxiliary losses of the router. All are sums over tokens, to be divided once by the tokens of a step."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_moe.config import AVAILABLE_BALANCE_SCOPES, BalanceScope
+from lightning_moe.config import BalanceScope
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.records import Routing
 
@@ -27,10 +27,10 @@ def balance_loss(
 
     Args:
         records: what the layers' forwards returned, in any order.
-        scope: the tokens over which f and P are taken. `sequence`: each sequence by itself, weighted by its
-            tokens; independent of how a batch is split. `micro_batch`: this call's tokens on this rank.
-            `global_micro_batch`: f over the tokens of all ranks, for records whose `requested_E` is summed over
-            ranks (`nn.router_losses` does that); independent of the number of ranks.
+        scope: the tokens over which f is taken. `sequence`: each sequence by itself, weighted by its tokens;
+            independent of how a batch is split. `micro_batch`: this call's tokens on this rank. The others reach
+            further: for records whose `requested_E` are the counts of those tokens (`optim.step_router_losses`
+            gathers them).
         reduction: `mean` per token; `sum` over tokens, for losses that are divided once per optimizer step.
 
     Raises:
@@ -39,8 +39,8 @@ def balance_loss(
 
     Source: Switch Transformers, arXiv:2101.03961, eq. 4-6, generalised to K choices; scopes: Olmo-core 3 report.
     """
-    if scope not in AVAILABLE_BALANCE_SCOPES:
-        raise ValueError(f"scope={scope!r} must be one of {', '.join(AVAILABLE_BALANCE_SCOPES)}")
+    if scope not in get_args(BalanceScope):
+        raise ValueError(f"scope={scope!r} must be one of {', '.join(get_args(BalanceScope))}")
     return torch.stack([_balance_of_layer(record, scope, reduction) for record in records]).sum()
 
 

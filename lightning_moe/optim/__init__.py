@@ -1,5 +1,6 @@
 """Parameter groups by role, learning-rate schedules, and the sums of one optimizer step."""
 
+from lightning_moe.optim.balance_scope import step_router_losses
 from lightning_moe.optim.groups import build_optimizer, parameter_groups
 from lightning_moe.optim.schedules import learning_rate_factor
 from lightning_moe.optim.step_window import StepStatistics, StepWindow, close_window
@@ -11,4 +12,5 @@ __all__ = [
     "close_window",
     "learning_rate_factor",
     "parameter_groups",
+    "step_router_losses",
 ]

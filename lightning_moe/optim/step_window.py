@@ -46,6 +46,10 @@ class StepWindow:
     Attributes:
         nominal_tokens: the constant, equal on all ranks; tokens of a full micro-batch keep losses near their mean.
         last: statistics of the last closed step.
+        previous: per MoE layer, the token copies asked of each expert in the last closed step, over all ranks; what
+            the balance scope `lagged` uses. None before the first step.
+        foreseen: the same for the step in progress, by number of the layer, where the balance scope is `exact`.
+        opened_at: the Trainer's `global_step` when `step_router_losses` was first called in this step.
     """
 
     def __init__(self, nominal_tokens: int = 1) -> None:
@@ -53,6 +57,7 @@ class StepWindow:
             raise ValueError(f"nominal_tokens={nominal_tokens} must be at least 1")
         self.nominal_tokens = nominal_tokens
         self.last: StepStatistics | None = None
+        self.previous: tuple[Tensor, ...] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -63,6 +68,39 @@ class StepWindow:
         self._requested: list[Tensor] = []
         self._sums: dict[str, Tensor] = {}
         self._divided: StepStatistics | None = None
+        self.foreseen: dict[int, Tensor] = {}
+        self.opened_at: int | None = None
+
+    def state_dict(self) -> dict[str, list[list[int]] | None]:
+        """What a resumed run needs where a balance scope is `lagged`: the counts of the last closed step."""
+        previous = self.previous
+        return {"previous": None if previous is None else [counts.tolist() for counts in previous]}
+
+    def load_state_dict(self, state_dict: Mapping[str, list[list[int]] | None]) -> None:
+        """Go on after the step that `state_dict` saw closed."""
+        previous = state_dict["previous"]
+        self.previous = (
+            None if previous is None else tuple(torch.tensor(counts) for counts in previous)
+        )
+
+    def requested_so_far(self, layer: int) -> Tensor:
+        """Copies asked of each expert in the open step on this rank; a scalar 0 when nothing was added yet."""
+        return self._requested[layer] if self._requested else torch.zeros((), dtype=torch.int64)
+
+    def requested_before(self, layer: int, *, like: Tensor) -> Tensor:
+        """Copies asked of each expert in the step before, on the device of `like`.
+
+        Raises:
+            ValueError: if that step had other layers.
+        """
+        previous = self.previous or ()
+        if layer >= len(previous) or previous[layer].shape != like.shape:
+            raise ValueError(
+                f"the optimizer step before had counts of shapes {[tuple(counts.shape) for counts in previous]}, and "
+                f"MoE layer {layer} has {tuple(like.shape)}; add the records of all MoE layers to the window, and "
+                "resume from a checkpoint of the same model"
+            )
+        return previous[layer].to(like.device)
 
     @property
     def is_open(self) -> bool:
@@ -161,9 +199,26 @@ class StepWindow:
             # By what was called, not by the tokens seen: every rank must take the same branch.
             if self._num_losses:
                 scale_(gradients, self._factor(statistics, num_ranks, accumulate))
+        self._refuse_unforeseen(statistics)
         self.reset()
-        self.last = statistics
+        self.last, self.previous = statistics, statistics.requested
         return statistics
+
+    def _refuse_unforeseen(self, statistics: StepStatistics) -> None:
+        """The counts of the scope `exact` were promised before the step; noise that differs would break them.
+
+        A near tie may fall otherwise in a forward without gradients, whose kernels can differ: 1 % is let pass.
+        """
+        for layer, foreseen in self.foreseen.items():
+            counted = statistics.requested[layer]
+            missed = (counted - foreseen).abs().sum()
+            if missed * 100 > counted.sum():
+                raise RuntimeError(
+                    f"model.moe.router.lb_loss_scope='exact': MoE layer {layer} was to route {foreseen.tolist()} "
+                    f"copies to its experts in this optimizer step and routed {counted.tolist()}; routing_step must "
+                    "repeat what training_step does with the same batch, random numbers included, and training_step "
+                    "must call step_router_losses and add to its window once per batch"
+                )
 
     def _reduced(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> StepStatistics:
         """Everything in one message; float64 holds counts exactly up to 2^53."""
@@ -189,7 +244,7 @@ class StepWindow:
 
 def divide_ahead(module: L.LightningModule) -> Tensor | None:
     """`StepWindow.divide_ahead` of `module.window`, if it has one."""
-    window = _window_of(module)
+    window = window_of(module)
     return None if window is None else window.divide_ahead(**_ranks_of(module))
 
 
@@ -201,13 +256,37 @@ def close_window(module: L.LightningModule) -> StepStatistics | None:
     Raises:
         TypeError: if `module.window` exists and isn't a `StepWindow`.
     """
-    window = _window_of(module)
+    window = window_of(module)
     return (
         None if window is None else window.close(**_ranks_of(module), gradients=_gradients(module))
     )
 
 
-def _window_of(module: L.LightningModule) -> StepWindow | None:
+def refuse_unclosed(module: L.LightningModule) -> None:
+    """Note at which step `module.window` is opened, and refuse to go on with it in a later one.
+
+    Raises:
+        RuntimeError: if an optimizer step went by while the window stayed open.
+    """
+    window = window_of(module)
+    if window is None:
+        return
+    step = module.trainer.global_step
+    if window.is_open and window.opened_at not in (None, step):
+        raise RuntimeError(
+            "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
+            "overridden without calling super().optimizer_step, or nothing closes the module's StepWindow; call it, "
+            "or close_window(self) in on_before_optimizer_step"
+        )
+    window.opened_at = step
+
+
+def window_of(module: L.LightningModule) -> StepWindow | None:
+    """`module.window`, or None if there is none.
+
+    Raises:
+        TypeError: if it isn't a `StepWindow`.
+    """
     window = getattr(module, "window", None)
     if window is None or isinstance(window, StepWindow):
         return window

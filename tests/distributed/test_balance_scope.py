@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe import StepWindow
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.nn.router_losses import router_losses
+from lightning_moe.optim.balance_scope import balance_counts
 from tests.ranks import run_ranks
 from tests.unit.nn.randomized import randomized
 
@@ -35,8 +37,10 @@ def _tokens(rank: int) -> tuple[Tensor, Tensor]:
 
 def _loss(layers: list[MoE], x: Tensor, valid: Tensor, reduce: Any = None) -> Tensor:  # noqa: ANN401
     records = [layer(x, valid)[1] for layer in layers]
-    options = {} if reduce is None else {"all_reduce_sum": reduce}
-    return router_losses(layers, records, **options).total
+    if reduce is None:
+        return router_losses(layers, records).total
+    counts = balance_counts(layers, records, StepWindow(), all_reduce_sum=reduce, counts_ahead=list)
+    return router_losses(layers, records, counts).total
 
 
 class Reduction:

@@ -1,5 +1,6 @@
 """What a training step sends, pinned: calls by kind and axis, and bytes where a formula gives them."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def _ledgers(
         gradient_clip_val=1.0,
         precision="32-true",
     )
-    return module.ledgers[accumulate:]
+    return [(Counter(calls), sent) for calls, sent in module.ledgers[accumulate:]]
 
 
 # Of one optimizer step: reduced gradients; the tokens, counts and sums of the step; the norm, for the guard and
@@ -92,22 +93,45 @@ def test_collectives_of_one_step(
             assert calls == expected
 
 
-def test_the_global_scope_adds_one_message_per_micro_batch_for_all_layers() -> None:
-    router = {"lb_loss_scope": "global_micro_batch"}
-    for steps in run_ranks(_ledgers, 2, 2, 2, router, {}, timeout_s=120):
+# Messages of counts in the first and the second micro-batch of a step, both layers in one; forwards ahead of the first.
+SCOPES = {
+    "sequence": (0, 0, 0),
+    "micro_batch": (0, 0, 0),
+    "global_micro_batch": (1, 1, 0),
+    "accumulated": (1, 1, 0),
+    "lagged": (0, 0, 0),
+    "exact": (1, 0, 1),
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_messages_of_each_balance_scope(scope: str) -> None:
+    in_first, in_last, ahead = SCOPES[scope]
+    for steps in run_ranks(_ledgers, 2, 2, 2, {"lb_loss_scope": scope}, {}, timeout_s=120):
         first, last = steps[0][0], steps[1][0]
-        assert first == {
-            ("all_reduce", "dense"): 1,
-            ("all_gather", "ep"): 2,
-            ("all_to_all", "ep"): 8,
-        }
+        # The counter leaves out what is 0.
+        assert +first == +Counter(
+            {
+                ("all_reduce", "dense"): in_first,
+                ("all_gather", "ep"): 2 * (1 + ahead),
+                ("all_to_all", "ep"): 8 + 4 * ahead,
+            }
+        )
         assert last == {
             ("reduce_scatter", "dense"): 1,
-            ("all_reduce", "dense"): 1 + 1 + OTHER,
+            ("all_reduce", "dense"): in_last + 1 + OTHER,
             ("all_gather", "dense"): 1,
             ("all_gather", "ep"): 2,
             ("all_to_all", "ep"): 8,
         }
+
+
+def test_counts_of_all_layers_are_one_message_of_integers() -> None:
+    sizes = []
+    for scope in ("lagged", "accumulated"):
+        steps = run_ranks(_ledgers, 2, 1, 2, {"lb_loss_scope": scope}, {}, timeout_s=120)[0]
+        sizes.append(steps[0][1].get(("all_reduce", "dense"), 0))
+    assert sizes == [0, 2 * 4 * 8]  # layers, experts, bytes
 
 
 def test_the_static_dispatcher_sends_no_counts() -> None:

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_moe import (
     AttentionConfig,
@@ -95,12 +95,12 @@ def fit(
     rank: int,
     world: int,
     module: L.LightningModule,
-    data: Sequence[Any],
+    data: Sequence[Any] | IterableDataset[Any],
     *,
     strategy: L.pytorch.strategies.Strategy | str,
     **options: Any,  # noqa: ANN401
 ) -> L.Trainer:
-    """Fit over batches that are this rank's already; on one rank any strategy will do."""
+    """Fit over batches that are this rank's already, or a stream of them; on one rank any strategy will do."""
     warnings.filterwarnings("ignore")
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -122,7 +122,8 @@ def fit(
         use_distributed_sampler=False,
         **{"precision": "64-true", **options},
     )
-    trainer.fit(module, DataLoader(list(data), batch_size=None))
+    dataset = data if isinstance(data, IterableDataset) else list(data)
+    trainer.fit(module, DataLoader(dataset, batch_size=None))
     return trainer
 
 

@@ -12,12 +12,12 @@ from tests.e2e.runs import GAMMA, LEARNING_RATE, NUM_EXPERTS, VOCAB_SIZE
 class OwnModule(L.LightningModule):
     """Embedding, MoE, head; the mean cross-entropy of each micro-batch, and no window."""
 
-    def __init__(self, *, bias_gamma: float | None = GAMMA) -> None:
+    def __init__(self, *, bias_gamma: float | None = GAMMA, **router: object) -> None:
         super().__init__()
         torch.manual_seed(8)
         self.embedding = nn.Embedding(VOCAB_SIZE, 6)
-        router = RouterConfig(top_k=2, bias_gamma=bias_gamma)
-        config = MoEConfig(num_experts=NUM_EXPERTS, hidden_size=5, router=router)
+        options = RouterConfig(top_k=2, bias_gamma=bias_gamma, **router)
+        config = MoEConfig(num_experts=NUM_EXPERTS, hidden_size=5, router=options)
         self.moe = MoE(6, config, init_std=0.5)
         self.head = nn.Linear(6, VOCAB_SIZE)
 

@@ -158,23 +158,25 @@ def run(folder: Path, module: MoEModule, batches: list[TokenBatch], **options: o
 
 
 def train_by_hand(
-    module: MoEModule, steps: Iterable[Sequence[TokenBatch]], *, micro_batches: bool = False
+    module: MoEModule, steps: Iterable[Sequence[TokenBatch]], *, scope: str = "sequence"
 ) -> Run:
     """Gradient descent on all rows of a step at once, from the formulas of tests/reference.py.
 
     Args:
         module: where the weights come from; it is left alone.
         steps: the batches of each optimizer step, over all ranks.
-        micro_batches: take the balance loss over each batch instead of each sequence.
+        scope: what the balance loss takes its expert counts from; `micro_batch` is one of the batches.
     """
     weights = {
         name: value.detach().clone() if name.endswith("score_bias") else value.detach().double()
         for name, value in module.model.state_dict().items()
     }
     logged = []
+    previous: list[list[int]] | None = None
     for batches in steps:
         leaves = {n: w.clone().requires_grad_(w.dtype == torch.float64) for n, w in weights.items()}
-        means, counts = _losses(leaves, batches, module.config, micro_batches=micro_batches)
+        means, counts = _losses(leaves, batches, module.config, (scope, previous))
+        previous = counts
         means["train/loss"].backward()
         for name, leaf in leaves.items():
             if leaf.grad is not None:
@@ -196,14 +198,15 @@ def _losses(
     weights: dict[str, Tensor],
     batches: Sequence[TokenBatch],
     config: TransformerConfig,
-    *,
-    micro_batches: bool,
+    scope: tuple[str, list[list[int]] | None],
 ) -> tuple[dict[str, Tensor], list[list[int]]]:
     assert config.moe is not None
     options = config.moe.router
     num_layers = config.num_layers
     ce = torch.zeros((), dtype=torch.float64)
-    balance, z = [ce.clone() for _ in range(num_layers)], [ce.clone() for _ in range(num_layers)]
+    z = [ce.clone() for _ in range(num_layers)]
+    # By layer, micro-batch and sequence: chosen ids and scores.
+    chosen: list[list[list[tuple[Tensor, Tensor]]]] = [[] for _ in range(num_layers)]
     counts = [[0] * NUM_EXPERTS for _ in range(num_layers)]
     num_tokens = sum(int((batch.labels_BS != -100).sum()) for batch in batches)
     for batch in batches:
@@ -219,12 +222,7 @@ def _losses(
                 )
                 for decision, mask in zip(routed, valid, strict=True)
             ]
-            parts = [(ids, shares) for ids, shares, _ in rows]
-            if micro_batches:
-                parts = [(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))]
-            for ids, shares in parts:
-                if len(ids):
-                    balance[layer] = balance[layer] + len(ids) * reference.balance_loss(ids, shares)
+            chosen[layer].append([(ids, shares) for ids, shares, _ in rows])
             z[layer] = z[layer] + sum((logz**2).sum() for _, _, logz in rows)
             for ids, _, _ in rows:
                 for expert, copies in enumerate(reference.count(ids, NUM_EXPERTS)):
@@ -233,6 +231,11 @@ def _losses(
         reference.orthogonality_loss(weights[f"blocks.{layer}.feed_forward.router.weight"])
         for layer in range(num_layers)
     )
+    name, previous = scope
+    balance = [
+        _balance(name, rows_of_batch, None if previous is None else previous[layer])
+        for layer, rows_of_batch in enumerate(chosen)
+    ]
     divisor = max(num_tokens, 1)
     total = (
         ce
@@ -248,6 +251,32 @@ def _losses(
     busiest = [max(layer) * NUM_EXPERTS / max(sum(layer), 1) for layer in counts]
     means |= {"train/load_max_over_mean": torch.tensor(max(busiest), dtype=torch.float64)}
     return means, counts
+
+
+def _balance(
+    scope: str, batches: list[list[tuple[Tensor, Tensor]]], previous: list[int] | None
+) -> Tensor:
+    """Sum over tokens of one layer's balance loss: E * sum_e (share of copies sent to e) * (score of e)."""
+    if scope == "sequence":
+        batches = [[row] for rows in batches for row in rows]
+    own = []
+    for rows in batches:
+        ids = torch.cat([ids for ids, _ in rows])
+        own.append([ids.flatten().tolist().count(expert) for expert in range(NUM_EXPERTS)])
+    so_far = [[sum(counts) for counts in zip(*own[: i + 1], strict=True)] for i in range(len(own))]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, rows in enumerate(batches):
+        counts = {
+            "sequence": own[i],
+            "micro_batch": own[i],
+            "accumulated": so_far[i],
+            "lagged": own[i] if previous is None else previous,
+            "exact": so_far[-1],
+        }[scope]
+        for expert, copies in enumerate(counts):
+            share = copies / max(sum(counts), 1)
+            total = total + NUM_EXPERTS * share * sum(s[:, expert].sum() for _, s in rows)
+    return total
 
 
 def assert_same(got: Run, expected: Run, *, tolerance: float = 1e-12) -> None:

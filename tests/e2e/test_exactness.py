@@ -93,11 +93,13 @@ def test_a_change_of_accumulation_between_epochs_trains_like_the_formulas(tmp_pa
     assert_same(run(tmp_path, module, batches, callbacks=[scheduler], max_epochs=2), expected)
 
 
-def test_the_micro_batch_scope_takes_each_micro_batch_by_itself(tmp_path: Path) -> None:
-    batches = make_batches(RAGGED)
-    module = make_module(tiny_config(**(LOSSES | {"lb_loss_scope": "micro_batch"})))
-    expected = train_by_hand(module, _windows(batches, 4), micro_batches=True)
-    assert_same(run(tmp_path, module, batches, accumulate_grad_batches=4), expected)
+@pytest.mark.parametrize("scope", ["micro_batch", "accumulated", "lagged", "exact"])
+def test_each_balance_scope_trains_like_its_formula(tmp_path: Path, scope: str) -> None:
+    batches = make_batches(RAGGED[:6])  # the second step of each epoch is shorter
+    module = make_module(tiny_config(**(LOSSES | {"lb_loss_scope": scope})))
+    expected = train_by_hand(module, _windows(batches, 4) * 2, scope=scope)
+    got = run(tmp_path, module, batches, accumulate_grad_batches=4, max_epochs=2)
+    assert_same(got, expected)
 
 
 def test_a_step_of_padding_only_changes_no_weight_and_logs_zero_losses(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ ROUTER: dict[str, Any] = {
     "bias_gamma": GAMMA,
     "jitter_eps": 0.2,
     "lb_loss_weight": 0.1,
-    "lb_loss_scope": "sequence",
     "z_loss_weight": 0.01,
 }
 STEPS = OptimConfig(lr=0.01, schedule="wsd", warmup=3, decay=4, decay_shape="1-sqrt")
@@ -73,7 +72,8 @@ class _Fit:
 def _prepare(
     folder: Path, optim: OptimConfig, seed: int, *callbacks: L.Callback, **options: object
 ) -> _Fit:
-    config = replace(tiny_config(**ROUTER), vocab_size=264)
+    router = {"lb_loss_scope": options.pop("scope", "sequence")}
+    config = replace(tiny_config(**(ROUTER | router)), vocab_size=264)
     history = History()
     trainer = make_trainer(
         folder,
@@ -123,6 +123,11 @@ def test_resuming_in_the_middle_of_an_epoch_is_exactly_like_not_stopping(
     tmp_path: Path, num_workers: int
 ) -> None:
     _resume_and_compare(tmp_path, STEPS, num_workers=num_workers, batch=10)
+
+
+@pytest.mark.parametrize("scope", ["lagged", "exact"])
+def test_resuming_knows_the_counts_that_the_balance_loss_needs(tmp_path: Path, scope: str) -> None:
+    _resume_and_compare(tmp_path, STEPS, batch=10, scope=scope)
 
 
 def test_resuming_from_a_step_with_validation_is_exactly_like_not_stopping(tmp_path: Path) -> None:

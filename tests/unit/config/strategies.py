@@ -1,9 +1,12 @@
 """Random small configs for property tests."""
 
+from typing import get_args
+
 from hypothesis import strategies as st
 
 from lightning_moe.config import (
     AttentionConfig,
+    BalanceScope,
     LatentMoEConfig,
     LayerConfig,
     MoEConfig,
@@ -28,7 +31,7 @@ def routers(draw: st.DrawFn, *, num_experts: int) -> RouterConfig:
         bias_gamma=draw(st.sampled_from([None, 1e-3])),
         score_correction_bias=draw(st.booleans()),
         lb_loss_weight=draw(WEIGHTS),
-        lb_loss_scope=draw(st.sampled_from(["sequence", "micro_batch"])),
+        lb_loss_scope=draw(st.sampled_from(get_args(BalanceScope))),
         z_loss_weight=draw(WEIGHTS),
     )
 

@@ -6,7 +6,6 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from lightning_moe.config import (
-    AVAILABLE_BALANCE_SCOPES,
     LatentMoEConfig,
     MoEConfig,
     RouterConfig,
@@ -42,22 +41,6 @@ def test_only_a_bias_rule_or_a_correction_bias_gives_a_score_bias(
     options: dict[str, object], has_bias: bool
 ) -> None:
     assert RouterConfig(**options).has_score_bias is has_bias
-
-
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
-def test_available_balance_scopes_are_accepted(scope: str) -> None:
-    assert RouterConfig(lb_loss_scope=scope).lb_loss_scope == scope
-    assert scope in AVAILABLE_BALANCE_SCOPES
-
-
-@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
-def test_planned_balance_scopes_are_refused_with_the_available_ones_named(scope: str) -> None:
-    message = (
-        f"model.moe.router.lb_loss_scope='{scope}' is not available yet; "
-        f"choose sequence or micro_batch"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        RouterConfig(lb_loss_scope=scope)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""The batches that an optimizer step has still to come, before the Trainer hands them out."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+
+class LookAhead:
+    """The iterator of a data fetcher, whose next items can be seen before they are handed out.
+
+    While items wait here, the loader is further on than training. A checkpoint asks the loader for its position; it
+    is answered with the one before the first waiting item, so that a resumed run misses none of them.
+
+    Args:
+        loader: whose position a checkpoint keeps.
+        iterator: an iteration over it.
+    """
+
+    def __init__(self, loader: CombinedLoader, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        # Each with the loader's position before it.
+        self._waiting: deque[tuple[Any, list[dict[str, Any]]]] = deque()
+        self._position = type(loader)._state_dicts.__get__(loader)
+        loader._state_dicts = self.position  # type: ignore[method-assign]
+
+    def position(self) -> list[dict[str, Any]]:
+        """The loader's position, had it handed out no more than this iterator has."""
+        return self._waiting[0][1] if self._waiting else self._position()
+
+    def peek(self, number: int) -> list[Any]:
+        """The next `number` items, or as many as there are."""
+        while len(self._waiting) < number:
+            position = self._position()
+            try:
+                self._waiting.append((next(self._iterator), position))
+            except StopIteration:
+                break
+        return [item for item, _ in self._waiting][:number]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:  # noqa: ANN401 - whatever the loader yields
+        return self._waiting.popleft()[0] if self._waiting else next(self._iterator)
+
+
+def batches_ahead(module: L.LightningModule) -> list[Any]:
+    """The micro-batches that follow the present one in its optimizer step, on the module's device.
+
+    To be called from `training_step`. Hooks that change a batch on its way to the device run for these batches here,
+    and once more when the Trainer hands them out.
+
+    Raises:
+        RuntimeError: if the Trainer can't say which micro-batches belong to a step, or doesn't fetch them itself.
+    """
+    trainer = module.trainer
+    if not module.automatic_optimization:
+        raise RuntimeError(
+            f"model.moe.router.lb_loss_scope='exact' needs to know which micro-batches an optimizer step has, and "
+            f"{type(module).__name__} optimizes manually; use automatic optimization, or choose accumulated or lagged"
+        )
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    if isinstance(fetcher, _DataLoaderIterDataFetcher):
+        raise RuntimeError(
+            f"model.moe.router.lb_loss_scope='exact' looks at batches ahead of training, and "
+            f"{type(module).__name__}.training_step takes a dataloader_iter; let it take a batch, or choose "
+            "accumulated or lagged"
+        )
+    number = _number_ahead(trainer)
+    return [_on_device(module, item[0]) for item in _peek(fetcher, number)] if number else []
+
+
+def _number_ahead(trainer: L.Trainer) -> int:
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    # An epoch's last step may have fewer micro-batches.
+    return int(min(-ready % trainer.accumulate_grad_batches, trainer.num_training_batches - ready))
+
+
+def _peek(fetcher: _DataFetcher, number: int) -> list[Any]:
+    if not isinstance(fetcher.iterator, LookAhead):
+        assert fetcher.iterator is not None
+        fetcher.iterator = LookAhead(fetcher.combined_loader, fetcher.iterator)
+    # Without a length the fetcher itself is one batch ahead, to know which is the last.
+    fetched: list[Any] = getattr(fetcher, "batches", [])[:number]
+    return fetched + fetcher.iterator.peek(number - len(fetched))
+
+
+def _on_device(module: L.LightningModule, batch: Any) -> Any:  # noqa: ANN401 - whatever the loader yields
+    """What the Trainer does with a batch before `training_step`."""
+    trainer = module.trainer
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
