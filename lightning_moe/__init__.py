@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_moe.config import (
     AttentionConfig,
+    FP8Config,
     LatentMoEConfig,
     LayerConfig,
     MoEConfig,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_moe.module import MoEModule
     from lightning_moe.optim import StepWindow, close_window, step_router_losses
     from lightning_moe.parallel.whole_checkpoint import load_weights
-    from lightning_moe.strategy import ExpertParallelStrategy
+    from lightning_moe.strategy import ExpertParallelStrategy, MoEPrecision
 
 __version__ = "0.1.0"
 
@@ -30,10 +31,12 @@ __all__ = [
     "AttentionConfig",
     "DataConfig",
     "ExpertParallelStrategy",
+    "FP8Config",
     "LatentMoEConfig",
     "LayerConfig",
     "MoEConfig",
     "MoEModule",
+    "MoEPrecision",
     "OptimConfig",
     "RouterConfig",
     "SharedExpertConfig",
@@ -50,6 +53,7 @@ __all__ = [
 _FIRST_USE: Final = {
     "ExpertParallelStrategy": "lightning_moe.strategy",
     "MoEModule": "lightning_moe.module",
+    "MoEPrecision": "lightning_moe.strategy",
     "StepWindow": "lightning_moe.optim",
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",

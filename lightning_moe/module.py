@@ -33,6 +33,7 @@ from lightning_moe.optim import (
 from lightning_moe.optim.step_window import refuse_unclosed
 from lightning_moe.parallel.whole_checkpoint import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
+from lightning_moe.strategy.backends import settle_backends
 
 
 class MoEModule(L.LightningModule):
@@ -264,6 +265,11 @@ class MoEModule(L.LightningModule):
             )
         if stage == "fit":
             self._tokens_seen = torch.zeros((), dtype=torch.int64)
+
+    def on_fit_start(self) -> None:
+        """Refuse a backend that can't run here before the first batch; our strategy has done so already."""
+        if not isinstance(self.trainer.strategy, ExpertParallelStrategy):
+            settle_backends(self, self.trainer.precision_plugin)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with groups by role, and the schedule of `optim`."""

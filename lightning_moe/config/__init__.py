@@ -2,6 +2,7 @@
 
 from lightning_moe.config.build import from_mapping, to_mapping
 from lightning_moe.config.counting import NormPlacement
+from lightning_moe.config.fp8 import FP8_BACKENDS, Backend, FP8Config, ScaleMode
 from lightning_moe.config.layers import (
     AttentionBackend,
     AttentionConfig,
@@ -15,7 +16,6 @@ from lightning_moe.config.model import LayerOverrides, TransformerConfig
 from lightning_moe.config.moe import (
     SPLIT_INVARIANT_SCOPES,
     Activation,
-    Backend,
     BalanceScope,
     GatingFunction,
     LatentMoEConfig,
@@ -28,6 +28,7 @@ from lightning_moe.config.optim import DecayShape, OptimConfig, Schedule, Schedu
 from lightning_moe.config.presets import PRESETS
 
 __all__ = [
+    "FP8_BACKENDS",
     "PRESETS",
     "SPLIT_INVARIANT_SCOPES",
     "Activation",
@@ -37,6 +38,7 @@ __all__ = [
     "BalanceScope",
     "DecayShape",
     "DenseConfig",
+    "FP8Config",
     "GatingFunction",
     "LatentMoEConfig",
     "LayerConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "QkNorm",
     "Recompute",
     "RouterConfig",
+    "ScaleMode",
     "Schedule",
     "ScheduleUnit",
     "SharedActivation",

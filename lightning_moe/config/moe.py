@@ -15,6 +15,7 @@ from lightning_moe.config.checks import (
     check_ints,
     given,
 )
+from lightning_moe.config.fp8 import Backend, FP8Config
 
 GatingFunction = Literal["softmax", "topk_softmax", "sigmoid"]
 BalanceScope = Literal[
@@ -22,7 +23,6 @@ BalanceScope = Literal[
 ]
 Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
 SharedActivation = Literal["swiglu", "relu2"]
-Backend = Literal["auto", "loop", "torch"]
 
 SPLIT_INVARIANT_SCOPES: Final[frozenset[BalanceScope]] = frozenset({"sequence", "lagged", "exact"})
 """The balance scopes whose loss stays the same however the batch of a step is split into micro-batches."""
@@ -248,6 +248,7 @@ class MoEConfig:
         activation_limit: clamp of gate (above) and up (both sides); only for `gpt_oss_swiglu`.
         expert_bias: add biases to both matrices of every routed expert.
         backend: how the experts' matrices are multiplied; `auto` picks by device and type.
+        fp8: options of the backends `fp8_rowwise` and `mxfp8`.
     """
 
     num_experts: int = 1
@@ -260,6 +261,7 @@ class MoEConfig:
     activation_limit: float | None = None
     expert_bias: bool = False
     backend: Backend = "auto"
+    fp8: FP8Config = field(default_factory=FP8Config)
 
     def __post_init__(self) -> None:
         """Check every option, then the relations between experts, router and activation."""
@@ -274,6 +276,8 @@ class MoEConfig:
         check_floats("model.moe", POSITIVE, activation_alpha=self.activation_alpha)
         check_floats("model.moe", POSITIVE, **given(activation_limit=self.activation_limit))
         check_bools("model.moe", expert_bias=self.expert_bias)
+        check_instances("model.moe", FP8Config, fp8=self.fp8)
+        self.fp8.check_backend(self.backend)
         self._check_activation_options()
         self._check_choice_fits_experts()
 

@@ -1,22 +1,16 @@
 """The routed experts of one rank: stacked weights, grouped matmuls."""
 
-import logging
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_moe.config import MoEConfig
+from lightning_moe.config import Backend, FP8Config, MoEConfig
+from lightning_moe.nn.backends import BackendChoice
 from lightning_moe.ops.activations import activation_function
 from lightning_moe.ops.dtypes import matmul_dtype
-from lightning_moe.ops.grouped_mm import (
-    GroupedMatmul,
-    loop_grouped_mm,
-    torch_grouped_mm,
-    torch_grouped_mm_refusal,
-)
-
-_log = logging.getLogger(__name__)
+from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
 
 
 class Experts(nn.Module):
@@ -27,6 +21,7 @@ class Experts(nn.Module):
         w_down: (L, F, W).
         b_up_gate, b_down: (L, P) and (L, W), or None.
         expert_ids: global ids of the experts that live here, in order.
+        backend: what multiplies; what it derives from the weights is in no state dict.
     """
 
     def __init__(self, width: int, config: MoEConfig) -> None:
@@ -44,23 +39,37 @@ class Experts(nn.Module):
         self.activation = activation_function(
             config.activation, alpha=config.activation_alpha, limit=config.activation_limit
         )
-        self._announced: set[torch.dtype] = set()
+        self.backend = BackendChoice(config.backend, config.fp8)
 
     def forward(
         self, rows_RW: Float[Tensor, "R W"], counts_L: Int[Tensor, " L"]
     ) -> Float[Tensor, "R W"]:
         """Rows through their experts: the first counts_L[0] rows through the first expert, and so on."""
         dtype = matmul_dtype(rows_RW)
-        grouped_mm = self._grouped_mm(dtype)
-        packed_RP = grouped_mm(
-            rows_RW.to(dtype), self.w_up_gate.to(dtype).transpose(1, 2), counts_L
+        weights = ExpertWeights(
+            w_up_gate_LPW=self.w_up_gate,
+            w_down_LFW=self.w_down,
+            b_up_gate_LP=self.b_up_gate,
+            b_down_LW=self.b_down,
+            activation=self.activation,
         )
-        if self.b_up_gate is not None:
-            packed_RP = packed_RP + _rows_of(self.b_up_gate, counts_L, len(rows_RW)).to(dtype)
-        out_RW = grouped_mm(self.activation(packed_RP), self.w_down.to(dtype), counts_L)
-        if self.b_down is not None:
-            out_RW = out_RW + _rows_of(self.b_down, counts_L, len(rows_RW)).to(dtype)
-        return out_RW
+        return self.backend.settle(self.sizes(dtype))(rows_RW.to(dtype), weights, counts_L)
+
+    def sizes(self, dtype: torch.dtype | None = None) -> ExpertSizes:
+        """What decides which backend can run them; `dtype` defaults to that of matmuls with the weights."""
+        return ExpertSizes(
+            dtype=matmul_dtype(self.w_down) if dtype is None else dtype,
+            device=self.w_down.device,
+            width=self.w_down.shape[2],
+            hidden=self.w_down.shape[1],
+            packed=self.w_up_gate.shape[1],
+            activation=self.config.activation,
+            bias=self.config.expert_bias,
+        )
+
+    def use_backend(self, name: Backend, fp8: FP8Config) -> None:
+        """Compute with another backend than the config's."""
+        self.backend = BackendChoice(name, fp8)
 
     def keep_(self, expert_ids: range) -> None:
         """Keep only these experts (global ids); the others live on other ranks.
@@ -80,32 +89,17 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.expert_ids = expert_ids
 
-    def _grouped_mm(self, dtype: torch.dtype) -> GroupedMatmul:
-        """The matmul that `backend` names; `auto` takes torch's where it serves, else the loop, and says so once."""
-        backend = self.config.backend
-        if backend == "loop":
-            return loop_grouped_mm
-        refusal = torch_grouped_mm_refusal(dtype, (*self.w_up_gate.shape[1:], self.w_down.shape[1]))
-        if refusal is None:
-            return torch_grouped_mm
-        if backend == "torch":
-            raise ValueError(
-                f"model.moe.backend=torch can't run these experts: {refusal}; use backend=auto or loop"
-            )
-        if dtype not in self._announced:
-            self._announced.add(dtype)
-            _log.info("expert backend auto takes the loop: %s", refusal)
-        return loop_grouped_mm
+    def train(self, mode: bool = True) -> "Experts":  # not Self, which beartype can't check
+        """As ever; averaged weights that a callback swaps in for evaluation leave no trace, so derived ones go."""
+        self.backend.forget()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
+        self.backend.forget()
+        super()._apply(fn, recurse)
+        return self
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
         num_experts, hidden, width = self.w_down.shape
         return f"experts={num_experts}, width={width}, hidden={hidden}, activation={self.config.activation}"
-
-
-def _rows_of(bias_LX: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:
-    """The bias of each row's expert; an embedding, whose backward sorts instead of adding atomically."""
-    expert_of_row = torch.searchsorted(
-        counts_L.cumsum(0), torch.arange(num_rows, device=counts_L.device), right=True
-    )
-    return nn.functional.embedding(expert_of_row, bias_LX)

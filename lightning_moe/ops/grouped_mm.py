@@ -37,6 +37,13 @@ def torch_grouped_mm(
     return rows_RY
 
 
+def torch_weight_gradient(
+    rows_RX: Float[Tensor, "R X"], grad_RY: Float[Tensor, "R Y"], counts_G: Int[Tensor, " G"]
+) -> Float[Tensor, "G X Y"]:
+    """Per group the product of its rows, transposed, and their gradients; zero for a group without rows."""
+    return _weight_gradient(rows_RX, grad_RY, counts_G.cumsum(0).to(torch.int32))
+
+
 def torch_grouped_mm_refusal(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
     """Why `torch_grouped_mm` can't serve matrices of these widths in `dtype`, or None if it can."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -78,18 +85,16 @@ class _TorchGroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = _grouped_mm(grad_RY, weight_GXY.transpose(1, 2), ends_G)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(rows_RX, grad_RY, weight_GXY, ends_G)
+            # In the memory layout of the weight, so that optimizers and reducers see no strided gradient.
+            if weight_GXY.is_contiguous():
+                grad_weight = _weight_gradient(rows_RX, grad_RY, ends_G)
+            else:
+                grad_weight = _weight_gradient(grad_RY, rows_RX, ends_G).transpose(1, 2)
         return grad_rows, grad_weight, None
 
 
-def _weight_gradient(
-    rows_RX: Tensor, grad_RY: Tensor, weight_GXY: Tensor, ends_G: Tensor
-) -> Tensor:
-    """In the memory layout of the weight, so that optimizers and reducers see no strided gradient."""
-    if weight_GXY.is_contiguous():
-        grad_weight: Tensor = _grouped_mm(rows_RX.t(), grad_RY, ends_G)
-    else:
-        grad_weight = _grouped_mm(grad_RY.t(), rows_RX, ends_G).transpose(1, 2)
+def _weight_gradient(rows_RX: Tensor, grad_RY: Tensor, ends_G: Tensor) -> Tensor:
+    grad_weight: Tensor = _grouped_mm(rows_RX.t(), grad_RY, ends_G)
     if grad_weight.is_cuda:
         # pytorch/pytorch#172439: on some GPUs a group without rows gets uninitialised memory.
         idle_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0

@@ -28,6 +28,7 @@ from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
 from lightning_moe.parallel.static_dispatch import StaticDispatcher
 from lightning_moe.strategy.agreement import StopRequest
+from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.checkpointing import FolderCheckpoints
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
@@ -212,6 +213,7 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
             self._refuse_lbfgs()
             self._share_out(self.layout)
         self.setup_precision_plugin()
+        settle_backends(module, self.precision_plugin)
         if fitting:
             self._follow_optimizers()
             _optimizers_to_device(self.optimizers, self.root_device)

@@ -1,7 +1,5 @@
 """The choice of the experts' matmul."""
 
-import logging
-
 import pytest
 import torch
 
@@ -36,27 +34,30 @@ def test_torch_backend_refuses_what_it_cannot_run_and_names_the_option(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "hidden"), [(torch.float64, 8, 4), (torch.float32, 5, 3)]
+    ("dtype", "width", "hidden", "reason"),
+    [
+        (torch.float64, 8, 4, "no torch.float64 kernel"),
+        (torch.float32, 5, 3, "multiples of 4 in torch.float32, not 5"),
+    ],
 )
-def test_auto_takes_the_loop_where_torch_cannot_and_says_so_once(
-    dtype: torch.dtype, width: int, hidden: int, caplog: pytest.LogCaptureFixture
+def test_auto_takes_the_loop_where_torch_cannot_and_says_why(
+    dtype: torch.dtype, width: int, hidden: int, reason: str
 ) -> None:
     auto = _experts("auto", width=width, hidden=hidden).to(dtype)
     loop = _experts("loop", width=width, hidden=hidden).to(dtype)
     rows = torch.randn(5, width, dtype=dtype)
-    with caplog.at_level(logging.INFO):
-        outputs = [auto(rows, COUNTS) for _ in range(3)]
-    assert all(torch.equal(out, loop(rows, COUNTS)) for out in outputs)
-    assert len(caplog.records) == 1
-    assert "takes the loop" in caplog.text
+    assert torch.equal(auto(rows, COUNTS), loop(rows, COUNTS))
+    account = auto.backend.account(auto.sizes())
+    assert account.startswith(f"expert backend: auto takes loop in {dtype} on cpu (not torch: ")
+    assert reason in account
 
 
-def test_auto_takes_torch_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_torch_where_it_can() -> None:
     rows = torch.randn(5, 8)
-    with caplog.at_level(logging.INFO):
-        out = _experts("auto")(rows, COUNTS)
-    assert caplog.records == []
-    assert torch.equal(out, _experts("torch")(rows, COUNTS))
+    auto = _experts("auto")
+    assert torch.equal(auto(rows, COUNTS), _experts("torch")(rows, COUNTS))
+    said = "expert backend: auto takes torch in torch.float32 on cpu"
+    assert auto.backend.account(auto.sizes()) == said
 
 
 def test_autocast_decides_the_type_of_the_matmuls() -> None:

@@ -1,0 +1,85 @@
+"""Which backends experts can run on, and the choice of one."""
+
+from collections.abc import Callable
+from typing import Final
+
+from lightning_moe.config import Backend, FP8Config
+from lightning_moe.ops.expert_backend import ExpertBackend, ExpertSizes, MatmulBackend
+from lightning_moe.ops.grouped_gemm import grouped_gemm_mm, grouped_gemm_refusal
+from lightning_moe.ops.grouped_mm import (
+    loop_grouped_mm,
+    torch_grouped_mm,
+    torch_grouped_mm_refusal,
+)
+from lightning_moe.precision import mxfp8_backend, rowwise_backend
+
+
+def _no_refusal(_: ExpertSizes) -> None:
+    return None
+
+
+def _torch_refusal(sizes: ExpertSizes) -> str | None:
+    return torch_grouped_mm_refusal(sizes.dtype, (sizes.width, sizes.hidden, sizes.packed))
+
+
+def _grouped_gemm_refusal(sizes: ExpertSizes) -> str | None:
+    return grouped_gemm_refusal(sizes.dtype, sizes.device)
+
+
+# A further backend is one file and one line here, and its name in `config.Backend`.
+BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
+    "torch": lambda _: MatmulBackend(torch_grouped_mm, _torch_refusal),
+    "loop": lambda _: MatmulBackend(loop_grouped_mm, _no_refusal),
+    "grouped_gemm": lambda _: MatmulBackend(grouped_gemm_mm, _grouped_gemm_refusal),
+    "fp8_rowwise": rowwise_backend,
+    "mxfp8": mxfp8_backend,
+}
+
+# What `auto` tries, in this order; the last one runs everything.
+AUTO: Final = ("torch", "loop")
+
+
+class BackendChoice:
+    """One backend by name, or with `auto` the first that can run the experts.
+
+    Args:
+        name: as in `model.moe.backend`.
+        fp8: as in `model.moe.fp8`.
+    """
+
+    def __init__(self, name: Backend, fp8: FP8Config) -> None:
+        self.name = name
+        self._candidates = {
+            candidate: BACKENDS[candidate](fp8)
+            for candidate in (AUTO if name == "auto" else (name,))
+        }
+
+    def settle(self, sizes: ExpertSizes) -> ExpertBackend:
+        """The backend for these experts.
+
+        Raises:
+            ValueError: if the one that was asked for can't run them.
+        """
+        for backend in self._candidates.values():
+            if backend.refusal(sizes) is None:
+                return backend
+        raise ValueError(
+            f"model.moe.backend={self.name} can't run these experts: "
+            f"{self._candidates[self.name].refusal(sizes)}; or use model.moe.backend=auto"
+        )
+
+    def account(self, sizes: ExpertSizes) -> str:
+        """Which backend it is, and what kept `auto` from an earlier one: a sentence for a log."""
+        taken = self.settle(sizes)
+        refused = {name: backend.refusal(sizes) for name, backend in self._candidates.items()}
+        name = next(name for name, backend in self._candidates.items() if backend is taken)
+        asked = "auto takes " if self.name == "auto" else ""
+        notes = [taken.note, *(f"not {other}: {why}" for other, why in refused.items() if why)]
+        because = "; ".join(note for note in notes if note)
+        because = f" ({because})" if because else ""
+        return f"expert backend: {asked}{name} in {sizes.dtype} on {sizes.device.type}{because}"
+
+    def forget(self) -> None:
+        """Drop what backends have derived from the weights."""
+        for backend in self._candidates.values():
+            backend.forget()

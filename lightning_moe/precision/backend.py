@@ -1,0 +1,234 @@
+"""The experts in eight bits: forward and input gradients from codes, weight gradients from dequantized rows."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# What the optimizers of torch use: the public `torch.compiler.disable` imports the compiler, seconds, at once.
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from lightning_moe.config import FP8Config
+from lightning_moe.ops.autograd import Context
+from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
+from lightning_moe.ops.grouped_mm import torch_weight_gradient
+from lightning_moe.precision.formats import (
+    BLOCK,
+    Quantized,
+    dequantize,
+    quantize_mxfp8,
+    quantize_rowwise,
+)
+from lightning_moe.precision.scaled_mm import ScaledMatmul, emulated_mm, mxfp8_mm, rowwise_mm
+from lightning_moe.precision.weight_store import Quantize, WeightStore
+
+if TYPE_CHECKING:
+
+    class _Context(Context):
+        recipe: "Recipe"
+
+else:
+    _Context = Context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One way to compute in eight bits.
+
+    Attributes:
+        name: as in `model.moe.backend`.
+        quantize: along the last dimension.
+        matmul: of two quantized tensors.
+        multiple: what widths must be multiples of.
+        capability: of the CUDA device, at least.
+        emulate: whether `matmul` runs anywhere.
+    """
+
+    name: str
+    quantize: Quantize
+    matmul: ScaledMatmul
+    multiple: int
+    capability: tuple[int, int]
+    emulate: bool
+
+
+def mxfp8_backend(config: FP8Config) -> "QuantizedBackend":
+    """Blocks of 32 values that share a power of two."""
+    return QuantizedBackend(
+        Recipe(
+            name="mxfp8",
+            quantize=partial(quantize_mxfp8, scale_mode=config.scale_mode),
+            matmul=emulated_mm if config.emulate else mxfp8_mm,
+            multiple=BLOCK,
+            capability=(10, 0),
+            emulate=config.emulate,
+        )
+    )
+
+
+def rowwise_backend(config: FP8Config) -> "QuantizedBackend":
+    """Rows of activations and gradients, and columns of weights, that share a power of two."""
+    return QuantizedBackend(
+        Recipe(
+            name="fp8_rowwise",
+            quantize=quantize_rowwise,
+            matmul=emulated_mm if config.emulate else rowwise_mm,
+            multiple=16,
+            capability=(9, 0),
+            emulate=config.emulate,
+        )
+    )
+
+
+class QuantizedBackend:
+    """An `ExpertBackend` with two weight stores.
+
+    Args:
+        recipe: formats and matmul.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.up_gate = WeightStore(recipe.quantize)
+        self.down = WeightStore(recipe.quantize)
+
+    @property
+    def note(self) -> str:
+        """See `ExpertBackend.note`."""
+        return "emulated by float32 matmuls of the codes" if self.recipe.emulate else ""
+
+    def refusal(self, sizes: ExpertSizes) -> str | None:
+        """See `ExpertBackend.refusal`."""
+        name, multiple = self.recipe.name, self.recipe.multiple
+        if sizes.activation != "swiglu":
+            return f"{name} computes swiglu only, not model.moe.activation={sizes.activation}"
+        if sizes.bias:
+            return f"{name} has no biases; set model.moe.expert_bias=false"
+        if sizes.dtype not in (torch.float32, torch.bfloat16):
+            return f"{name} takes rows in float32 or bfloat16, not in {sizes.dtype} (trainer.precision)"
+        if sizes.width % multiple:
+            return (
+                f"{name} needs experts whose width is a multiple of {multiple}, not {sizes.width} "
+                "(model.d_model, or model.moe.latent.latent_dim)"
+            )
+        if sizes.hidden % multiple:
+            return f"{name} needs model.moe.hidden_size to be a multiple of {multiple}, not {sizes.hidden}"
+        return self._device_refusal(sizes.device)
+
+    def _device_refusal(self, device: torch.device) -> str | None:
+        recipe = self.recipe
+        needed = ".".join(str(number) for number in recipe.capability)
+        advice = (
+            f"{recipe.name} needs a CUDA device of compute capability {needed} or more; set "
+            "model.moe.fp8.emulate=true to compute with its codes in float32"
+        )
+        if recipe.emulate:
+            return None
+        if device.type != "cuda":
+            return f"the device is {device.type}, and {advice}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < recipe.capability:
+            return f"the device has {capability[0]}.{capability[1]}, and {advice}"
+        return None
+
+    @_disable_dynamo
+    def __call__(
+        self,
+        rows_RW: Float[Tensor, "R W"],
+        weights: ExpertWeights,
+        counts_L: Int[Tensor, " L"],
+    ) -> Float[Tensor, "R W"]:
+        """See `ExpertBackend.__call__`; the compiler goes around it."""
+        stores = (
+            *self.up_gate.layouts(weights.w_up_gate_LPW),
+            *self.down.layouts(weights.w_down_LFW),
+        )
+        out_RW: Tensor = _QuantizedExperts.apply(
+            self.recipe,
+            counts_L,
+            rows_RW,
+            weights.w_up_gate_LPW,
+            weights.w_down_LFW,
+            *_flat(*stores),
+        )
+        return out_RW
+
+    def forget(self) -> None:
+        """See `ExpertBackend.forget`."""
+        self.up_gate.forget()
+        self.down.forget()
+
+
+class _QuantizedExperts(torch.autograd.Function):
+    """Autograd has no gradient for codes, and the activation is quantized before it is ever stored.
+
+    Quantization passes gradients straight through. Of the activations the codes of the input and the packed product
+    are kept; the hidden rows are computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Context, recipe: Recipe, counts_L: Tensor, rows_RW: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        w_up_gate, w_down, *flat = tensors
+        up_gate, up_gate_back, down_back, down = _pairs(flat)
+        rows = recipe.quantize(rows_RW)
+        packed_RP = recipe.matmul(rows, up_gate, counts_L, rows_RW.dtype)
+        hidden = recipe.quantize(_swiglu(packed_RP))
+        ctx.recipe = recipe
+        ctx.save_for_backward(
+            counts_L, packed_RP, w_up_gate, w_down, *_flat(rows, up_gate_back, down_back)
+        )
+        return recipe.matmul(hidden, down, counts_L, rows_RW.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad_RW: Tensor) -> tuple[Tensor | None, ...]:
+        recipe = ctx.recipe
+        counts_L, packed_RP, w_up_gate, w_down, *flat = ctx.saved_tensors
+        rows, up_gate_back, down_back = _pairs(flat)
+        dtype = grad_RW.dtype
+        grad_rows = grad_up_gate = grad_down = None
+        if ctx.needs_input_grad[4]:
+            hidden_RF = dequantize(recipe.quantize(_swiglu(packed_RP))).to(dtype)
+            grad_down = torch_weight_gradient(hidden_RF, grad_RW.contiguous(), counts_L)
+            grad_down = grad_down.to(w_down.dtype)
+        grad_hidden_RF = recipe.matmul(recipe.quantize(grad_RW), down_back, counts_L, torch.float32)
+        grad_packed_RP = _swiglu_backward(packed_RP, grad_hidden_RF)
+        if ctx.needs_input_grad[3]:
+            grad_up_gate = torch_weight_gradient(
+                grad_packed_RP.to(dtype), dequantize(rows).to(dtype), counts_L
+            ).to(w_up_gate.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_rows = recipe.matmul(
+                recipe.quantize(grad_packed_RP), up_gate_back, counts_L, dtype
+            )
+        return None, None, grad_rows, grad_up_gate, grad_down, *[None] * 8
+
+
+def _swiglu(packed_RP: Tensor) -> Tensor:
+    """As `ops.swiglu`, in float32 and without gradient."""
+    up_RF, gate_RF = packed_RP.to(torch.float32).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate_RF).mul_(up_RF)
+
+
+def _swiglu_backward(packed_RP: Tensor, grad_RF: Tensor) -> Tensor:
+    up_RF, gate_RF = packed_RP.to(torch.float32).chunk(2, dim=-1)
+    share_RF = gate_RF.sigmoid()
+    silu_RF = gate_RF * share_RF
+    slope_RF = share_RF * (1 + gate_RF - silu_RF)
+    return torch.cat([grad_RF * silu_RF, grad_RF * up_RF * slope_RF], dim=-1)
+
+
+def _flat(*quantized: Quantized) -> list[Tensor]:
+    return [tensor for pair in quantized for tensor in (pair.codes, pair.scales)]
+
+
+def _pairs(tensors: list[Tensor]) -> list[Quantized]:
+    return [
+        Quantized(codes, scales) for codes, scales in zip(tensors[::2], tensors[1::2], strict=True)
+    ]
