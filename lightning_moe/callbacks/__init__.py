@@ -5,6 +5,7 @@ from lightning_moe.callbacks.gradient_guard import NonFiniteGuard
 from lightning_moe.callbacks.load_monitor import ExpertLoadMonitor
 from lightning_moe.callbacks.loss_curve import LossCurve
 from lightning_moe.callbacks.model_table import ModelTable
+from lightning_moe.callbacks.routing_trace import RoutingTrace
 from lightning_moe.callbacks.start_from import StartFrom
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "ModelTable",
     "NonFiniteGuard",
     "RouterBiasCorrection",
+    "RoutingTrace",
     "StartFrom",
 ]

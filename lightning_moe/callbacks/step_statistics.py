@@ -29,9 +29,16 @@ def step_statistics(module: L.LightningModule, layers: list[MoE], asked_by: str)
     statistics = close_window(module)
     if statistics is None or len(statistics.requested) != len(layers):
         found = 0 if statistics is None else len(statistics.requested)
-        raise RuntimeError(
-            f"{asked_by} needs one routing record per MoE layer of {type(module).__name__}: {len(layers)} layers, "
-            f"{found} records; create `self.window = StepWindow()` in the module and call "
-            "`self.window.record([...])`, or `self.window.add(...)`, in training_step"
-        )
+        raise missing_records(module, len(layers), found, asked_by)
     return statistics
+
+
+def missing_records(
+    module: L.LightningModule, num_layers: int, num_records: int, asked_by: str
+) -> RuntimeError:
+    """The error for a `training_step` that hands no records, or not one per layer, to a `StepWindow`."""
+    return RuntimeError(
+        f"{asked_by} needs one routing record per MoE layer of {type(module).__name__}: {num_layers} layers, "
+        f"{num_records} records; create `self.window = StepWindow()` in the module and call "
+        "`self.window.record([...])`, or `self.window.add(...)`, in training_step"
+    )

@@ -1,4 +1,4 @@
-"""The command line: `lightning-moe train | evaluate | prepare | report`. The only part that knows Hydra."""
+"""The command line, `lightning-moe COMMAND`. The only part that knows Hydra."""
 
 from lightning_moe.cli.command import main
 

@@ -57,6 +57,12 @@ COMMANDS: Final = (
         summary="write an HTML page about a run",
         example="lightning-moe report RUN",
     ),
+    Command(
+        name="routes-diff",
+        module="lightning_moe.cli.routes_diff",
+        summary="say where the routes of two runs part, and why",
+        example="lightning-moe routes-diff RUN_A RUN_B",
+    ),
 )
 
 
@@ -85,7 +91,7 @@ def help_text() -> str:
     """All commands, an example for each."""
     lines = ["usage: lightning-moe COMMAND [options]", "", "commands:"]
     for command in COMMANDS:
-        lines += [f"  {command.name:<10}{command.summary}", f"  {'':<10}  {command.example}"]
+        lines += [f"  {command.name:<13}{command.summary}", f"  {'':<13}  {command.example}"]
     lines += [
         "",
         "lightning-moe COMMAND --help lists the options of a command; --version the version.",

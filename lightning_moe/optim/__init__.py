@@ -3,7 +3,7 @@
 from lightning_moe.optim.balance_scope import step_router_losses
 from lightning_moe.optim.groups import build_optimizer, parameter_groups
 from lightning_moe.optim.schedules import learning_rate_factor
-from lightning_moe.optim.step_window import StepStatistics, StepWindow, close_window
+from lightning_moe.optim.step_window import StepStatistics, StepWindow, close_window, window_of
 
 __all__ = [
     "StepStatistics",
@@ -13,4 +13,5 @@ __all__ = [
     "learning_rate_factor",
     "parameter_groups",
     "step_router_losses",
+    "window_of",
 ]

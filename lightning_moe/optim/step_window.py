@@ -46,6 +46,7 @@ class StepWindow:
     Attributes:
         nominal_tokens: the constant, equal on all ranks; tokens of a full micro-batch keep losses near their mean.
         last: statistics of the last closed step.
+        observers: called with the records of every micro-batch as it is added; a copy of the window has none.
         previous: per MoE layer, the token copies asked of each expert in the last closed step, over all ranks; what
             the balance scope `lagged` uses. None before the first step.
         foreseen: the same for the step in progress, by number of the layer, where the balance scope is `exact`.
@@ -57,8 +58,12 @@ class StepWindow:
             raise ValueError(f"nominal_tokens={nominal_tokens} must be at least 1")
         self.nominal_tokens = nominal_tokens
         self.last: StepStatistics | None = None
+        self.observers: list[Callable[[Sequence[Routing]], None]] = []
         self.previous: tuple[Tensor, ...] | None = None
         self.reset()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "observers": []}
 
     def reset(self) -> None:
         """Forget the open step, e.g. one that an exception or the end of training cut short."""
@@ -141,6 +146,8 @@ class StepWindow:
         self._count(records)
 
     def _count(self, records: Sequence[Routing]) -> None:
+        for observe in self.observers:
+            observe(records)
         requested = [record.requested_E for record in records]
         if not self._requested:
             self._requested = requested

@@ -28,6 +28,7 @@ SMALL = (
     "trainer.val_check_interval=2",
     "trainer.num_sanity_val_steps=0",
 )
+TRACED = ("callbacks=routing_trace", "callbacks.routing_trace.steps=[1,4]")
 
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +63,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "train.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     (folder / "val.txt").write_text("a lazy fox jumps over the brown dog. " * 8)
-    text = train(folder, "trainer.max_steps=6", "callbacks.best.save_top_k=-1", "hydra.run.dir=RUN")
+    text = train(
+        folder,
+        *TRACED,
+        "trainer.max_steps=6",
+        "callbacks.best.save_top_k=-1",
+        "hydra.run.dir=RUN",
+    )
     (folder / "screen.txt").write_text(text)
     return folder
 
@@ -116,10 +123,13 @@ def test_nothing_alarming_is_on_the_screen(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["best_step2", "best_step4"])
-def test_a_resumed_run_equals_a_straight_one_exactly(folder: Path, checkpoint: str) -> None:
+def test_a_resumed_run_equals_a_straight_one_exactly(
+    folder: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = folder / f"resumed_{checkpoint}"
     train(
         folder,
+        *TRACED,
         "trainer.max_steps=6",
         f"ckpt_path=RUN/checkpoints/{checkpoint}.ckpt",
         f"hydra.run.dir={run.name}",
@@ -134,6 +144,11 @@ def test_a_resumed_run_equals_a_straight_one_exactly(folder: Path, checkpoint: s
     assert ours["state_dict"].keys() == theirs["state_dict"].keys()
     for name, weight in ours["state_dict"].items():
         assert torch.equal(weight, theirs["state_dict"][name]), name
+    # Step 1 was done before the checkpoint; all that both have is equal.
+    assert main(["routes-diff", str(run), str(folder / "RUN")]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "only in B: step 1, micro-batch 0, layer 0 Every token took the same route" in text
+    assert "with the same weights." in text
 
 
 def test_a_longer_run_goes_on_from_the_last_checkpoint_in_the_same_folder(folder: Path) -> None:
