@@ -62,24 +62,22 @@ def mxfp8_mm(
     ).to(dtype)
 
 
-def tiled_scales(
-    scales_RS: UInt8[Tensor, "R S"], counts_G: Int[Tensor, " G"]
-) -> UInt8[Tensor, "Q Z"]:
+def tiled_scales(scales_RX: UInt8[Tensor, "R X"], counts_G: Int[Tensor, " G"]) -> Tensor:
     """Scale codes in the tiles that tensor cores read; every group starts a new tile, padding is 0.
 
-    Its size depends on R and G only, so that nothing waits for the counts: Q = R + 128 * G rows rounded up to tiles.
+    Its size depends on R and G only, so that nothing waits for the counts: R + 128 * G rows, rounded up to tiles.
     """
-    num_rows, num_blocks = scales_RS.shape
+    num_rows, num_blocks = scales_RX.shape
     tiles_G = (counts_G + _TILE_ROWS - 1) // _TILE_ROWS
     first_of_group_G = (tiles_G.cumsum(0) - tiles_G) * _TILE_ROWS
     ends_G = counts_G.cumsum(0)
-    row_R = torch.arange(num_rows, device=scales_RS.device)
+    row_R = torch.arange(num_rows, device=scales_RX.device)
     group_R = torch.searchsorted(ends_G, row_R, right=True)
     target_R = first_of_group_G[group_R] + row_R - (ends_G - counts_G)[group_R]
-    padded = scales_RS.new_zeros(
+    padded = scales_RX.new_zeros(
         _up(num_rows + _TILE_ROWS * len(counts_G)), -(-num_blocks // _TILE_BLOCKS) * _TILE_BLOCKS
     )
-    padded[target_R, :num_blocks] = scales_RS
+    padded[target_R, :num_blocks] = scales_RX
     tiles: Tensor = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, _TILE_BLOCKS))
     return tiles.permute(0, 3, 2, 1, 4).reshape(padded.shape)
 
