@@ -10,7 +10,9 @@ from lightning_moe.optim import StepStatistics
 
 
 class RouterBiasCorrection(L.Callback):
-    """Moves `score_bias` of every layer with a `bias_gamma`, once per optimizer step.
+    """Moves `score_bias` of every layer with a `bias_gamma`, once per optimizer step, and centres it where asked to.
+
+    A layer with a `score_bias` and no `bias_gamma` uses its bias as it is.
 
     The counts are those of all micro-batches and ranks of the step. They are valid also when the optimizer then
     skips the step, so the bias moves all the same. Validation never touches it; the next forward uses it.
@@ -44,6 +46,10 @@ class RouterBiasCorrection(L.Callback):
             return
         self._applied, self._applied_at = statistics, trainer.global_step
         for layer, requested_E in zip(self._layers, statistics.requested, strict=True):
-            gamma, bias_E = layer.config.router.bias_gamma, layer.router.score_bias
-            if gamma is not None and bias_E is not None:
-                bias_E.copy_(updated_score_bias(bias_E, requested_E, gamma))
+            config, bias_E = layer.config.router, layer.router.score_bias
+            if config.bias_gamma is not None and bias_E is not None:
+                bias_E.copy_(
+                    updated_score_bias(
+                        bias_E, requested_E, config.bias_gamma, centered=config.bias_centering
+                    )
+                )

@@ -48,8 +48,9 @@ def model_table(
         )
         table.add_row(
             "balancing",
-            f"loss weight {router.lb_loss_weight or 0} (scope {router.lb_loss_scope}), "
+            f"loss weight {router.lb_loss_weight or 0} (scope {router.lb_loss_scope}"
+            f"{', mean over layers' if router.lb_loss_over_layers == 'mean' else ''}), "
             f"z-loss {router.z_loss_weight or 0}, orthogonality {router.orth_loss_weight or 0}, "
-            f"bias gamma {router.bias_gamma or 0}",
+            f"bias gamma {router.bias_gamma or 0}{' (centred)' if router.bias_centering else ''}",
         )
     return table

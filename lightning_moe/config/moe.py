@@ -21,6 +21,7 @@ GatingFunction = Literal["softmax", "topk_softmax", "sigmoid"]
 BalanceScope = Literal[
     "sequence", "micro_batch", "global_micro_batch", "accumulated", "lagged", "exact"
 ]
+OverLayers = Literal["sum", "mean"]
 Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
 SharedActivation = Literal["swiglu", "relu2"]
 
@@ -58,6 +59,8 @@ class RouterConfig:
         random_expert_assignment: benchmark: scores are replaced by random numbers.
         quantize_scores: round the scores that select (not the weights) to multiples of 2^-14.
         bias_gamma: step of the selection bias, moved once per optimizer step; greater than 0.
+        bias_centering: subtract the mean of the selection bias after each move. No choice changes, but
+            the bias, whose mean drifts otherwise, keeps its precision; needs `bias_gamma`.
         score_correction_bias: keep a selection bias even when `bias_gamma` does not move it.
         lb_loss_weight: weight of the balance loss; None computes none.
         lb_loss_scope: the tokens over which expert counts of the balance loss are taken.
@@ -65,6 +68,8 @@ class RouterConfig:
             all ranks. `accumulated`: of all ranks, in this micro-batch and those before it in the same
             optimizer step. `lagged`: the whole optimizer step before. `exact`: the whole optimizer
             step, counted by a forward without gradients ahead of its first backward.
+        lb_loss_over_layers: whether the balance losses of all MoE layers are added up, or averaged; the
+            mean keeps one `lb_loss_weight` right for models of any depth.
         z_loss_weight: weight of the squared log-partition (nats squared) per token.
         orth_loss_weight: weight of the squared cosine between the router's rows.
     """
@@ -84,9 +89,11 @@ class RouterConfig:
     random_expert_assignment: bool = False
     quantize_scores: bool = False
     bias_gamma: float | None = None
+    bias_centering: bool = False
     score_correction_bias: bool = False
     lb_loss_weight: float | None = None
     lb_loss_scope: BalanceScope = "micro_batch"
+    lb_loss_over_layers: OverLayers = "sum"
     z_loss_weight: float | None = None
     orth_loss_weight: float | None = None
 
@@ -118,6 +125,7 @@ class RouterConfig:
             random_expert_assignment=self.random_expert_assignment,
             quantize_scores=self.quantize_scores,
             score_correction_bias=self.score_correction_bias,
+            bias_centering=self.bias_centering,
         )
         check_floats(_ROUTER, BELOW_ONE, **given(jitter_eps=self.jitter_eps))
         check_floats(
@@ -143,6 +151,12 @@ class RouterConfig:
         )
         check_choices(_ROUTER, get_args(GatingFunction), gating_function=self.gating_function)
         check_choices(_ROUTER, get_args(BalanceScope), lb_loss_scope=self.lb_loss_scope)
+        check_choices(_ROUTER, get_args(OverLayers), lb_loss_over_layers=self.lb_loss_over_layers)
+        if self.bias_centering and self.bias_gamma is None:
+            raise ValueError(
+                f"{_ROUTER}.bias_centering=True has no effect with {_ROUTER}.bias_gamma=None, which never "
+                "moves the bias; set bias_gamma, or unset bias_centering"
+            )
 
     def _check_groups(self) -> None:
         if self.n_group is None and self.topk_group is None:

@@ -65,9 +65,10 @@ def router_losses(
             layer_balance = balance_loss([over_scope], scope=config.lb_loss_scope, reduction="sum")
         with torch.set_grad_enabled(trainable and bool(config.z_loss_weight)):
             layer_z = z_loss([record], reduction="sum")
+        parts = len(layers) if config.lb_loss_over_layers == "mean" else 1
         total = (
             total
-            + (config.lb_loss_weight or 0.0) * layer_balance
+            + (config.lb_loss_weight or 0.0) / parts * layer_balance
             + (config.z_loss_weight or 0.0) * layer_z
         )
         if config.orth_loss_weight:

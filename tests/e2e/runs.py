@@ -181,17 +181,21 @@ def train_by_hand(
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 weights[name] = weights[name] - LEARNING_RATE * leaf.grad
-        _move_biases(weights, counts)
+        assert module.config.moe is not None
+        _move_biases(weights, counts, centered=module.config.moe.router.bias_centering)
         logged.append({name: value.item() for name, value in means.items()})
     return Run(weights, logged, len(logged))
 
 
-def _move_biases(weights: dict[str, Tensor], counts: list[list[int]]) -> None:
+def _move_biases(weights: dict[str, Tensor], counts: list[list[int]], *, centered: bool) -> None:
     biases = [name for name in weights if name.endswith("score_bias")]
     for name, of_layer in zip(biases, counts, strict=False):
         mean = sum(of_layer) / len(of_layer)
         signs = [(mean > count) - (mean < count) for count in of_layer]
         weights[name] = weights[name] + GAMMA * torch.tensor(signs)
+        if centered:
+            mean_of_bias = sum(weights[name].tolist()) / len(of_layer)
+            weights[name] = (weights[name].double() - mean_of_bias).float()
 
 
 def _losses(

@@ -14,12 +14,14 @@ from tests.e2e.own_modules import Recording, Scripted
 from tests.e2e.runs import (
     GAMMA,
     SgdModule,
+    assert_same,
     make_batches,
     make_loader,
     make_module,
     make_trainer,
     run,
     tiny_config,
+    train_by_hand,
 )
 
 
@@ -165,3 +167,39 @@ def test_fitting_twice_goes_on_with_the_bias(tmp_path: Path) -> None:
         bias_E = _bias_after(tmp_path, module, 2)
         steps_E = torch.tensor([1.0, -1, -1, -1]) * expected
         torch.testing.assert_close(bias_E, GAMMA * steps_E, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("gating", "groups"),
+    [
+        ("softmax", {"n_group": 2, "topk_group": 1}),
+        ("topk_softmax", {}),
+        ("sigmoid", {"n_group": 2, "topk_group": 1}),
+    ],
+)
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_bias_follows_the_rule_under_every_gate_with_groups_padding_and_recomputation(
+    tmp_path: Path, gating: str, groups: dict[str, int], centered: bool
+) -> None:
+    router = {"gating_function": gating, "bias_gamma": GAMMA, "bias_centering": centered, **groups}
+    router |= {"top_k": 1, "lb_loss_scope": "sequence"}
+    batches = make_batches([(8, 3), (0, 5), (7, 2), (2, 2)])
+    module = make_module(tiny_config(recompute="block", **router))
+    for layer in module.moe_layers:
+        layer.router.score_bias += torch.tensor([0.02, 0.01, 0.03, 0.01])
+    expected = train_by_hand(module, [batches[:2], batches[2:]])
+    assert_same(run(tmp_path, module, batches, accumulate_grad_batches=2), expected)
+    biases = [bias for name, bias in expected.weights.items() if name.endswith("score_bias")]
+    means = [abs(bias.double().mean().item()) for bias in biases]
+    assert max(means) < 1e-8 if centered else min(means) > 1e-3
+
+
+def test_a_bias_without_a_gamma_is_used_and_stays(tmp_path: Path) -> None:
+    module = make_module(tiny_config(score_correction_bias=True))
+    for layer in module.moe_layers:
+        layer.router.score_bias += torch.tensor([3.0, 0.0, 3.0, 0.0])
+    run(tmp_path, module, make_batches([(8, 8)] * 2))
+    for layer in module.moe_layers:
+        assert layer.router.score_bias.tolist() == [3.0, 0.0, 3.0, 0.0]
+    requested = module.window.last.requested
+    assert all((counts[[1, 3]] == 0).all() and counts.sum() == 32 for counts in requested)

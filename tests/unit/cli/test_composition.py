@@ -1,6 +1,7 @@
 """Every option composes, and equals the dataclass it comes from."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from lightning_moe.cli.conf_folder import find_conf
 from lightning_moe.cli.groups import list_groups, register_groups
 from lightning_moe.cli.options import read_options
-from lightning_moe.config import PRESETS, OptimConfig, TransformerConfig
+from lightning_moe.config import PRESETS, BalanceScope, OptimConfig, TransformerConfig
 from lightning_moe.config.data import DataConfig
 from tests.unit.cli.conftest import Compose
 
@@ -73,6 +74,21 @@ def test_router_options_can_be_set_in_struct_mode(compose_train: Compose) -> Non
     assert options.model.moe.router.bias_gamma is None
     assert options.model.moe.router.top_k == 3
     assert options.model.moe.backend == "loop"
+
+
+@pytest.mark.parametrize("scope", get_args(BalanceScope))
+def test_every_balance_scope_can_be_chosen(compose_train: Compose, scope: str) -> None:
+    overrides = [
+        f"model.moe.router.lb_loss_scope={scope}",
+        "model.moe.router.lb_loss_over_layers=mean",
+        "model.moe.router.bias_gamma=0.001",
+        "model.moe.router.bias_centering=true",
+    ]
+    model = read_options(compose_train(*overrides), []).model
+    assert model.moe is not None
+    assert model.moe.router.lb_loss_scope == scope
+    assert model.moe.router.lb_loss_over_layers == "mean"
+    assert model.moe.router.bias_centering
 
 
 def test_an_optional_section_can_be_set(compose_train: Compose) -> None:

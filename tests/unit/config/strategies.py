@@ -21,6 +21,7 @@ WEIGHTS = st.none() | st.floats(0, 1)
 @st.composite
 def routers(draw: st.DrawFn, *, num_experts: int) -> RouterConfig:
     """A router for `num_experts` experts."""
+    bias_gamma = draw(st.sampled_from([None, 1e-3]))
     return RouterConfig(
         top_k=draw(st.integers(1, num_experts)),
         bias=draw(st.booleans()),
@@ -28,10 +29,12 @@ def routers(draw: st.DrawFn, *, num_experts: int) -> RouterConfig:
         gating_function=draw(st.sampled_from(["softmax", "topk_softmax", "sigmoid"])),
         normalize_expert_weights=draw(st.sampled_from([None, 1.0, 2.0])),
         restore_weight_scale=draw(st.booleans()),
-        bias_gamma=draw(st.sampled_from([None, 1e-3])),
+        bias_gamma=bias_gamma,
+        bias_centering=draw(st.booleans()) if bias_gamma else False,
         score_correction_bias=draw(st.booleans()),
         lb_loss_weight=draw(WEIGHTS),
         lb_loss_scope=draw(st.sampled_from(get_args(BalanceScope))),
+        lb_loss_over_layers=draw(st.sampled_from(["sum", "mean"])),
         z_loss_weight=draw(WEIGHTS),
     )
 

@@ -61,6 +61,15 @@ def test_only_a_bias_rule_or_a_correction_bias_gives_a_score_bias(
             {"gating_function": "tanh"},
             "model.moe.router.gating_function='tanh' must be one of softmax, topk_softmax, sigmoid",
         ),
+        ({"lb_loss_over_layers": "max"}, "lb_loss_over_layers='max' must be one of sum, mean"),
+        (
+            {"bias_centering": True},
+            "bias_centering=True has no effect with model.moe.router.bias_gamma=None, which never",
+        ),
+        (
+            {"bias_centering": True, "score_correction_bias": True},
+            "bias_centering=True has no effect with model.moe.router.bias_gamma=None, which never",
+        ),
         ({"lb_loss_scope": "batch"}, "lb_loss_scope='batch' must be one of sequence, micro_batch"),
         (
             {"n_group": 4},

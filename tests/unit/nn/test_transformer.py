@@ -268,6 +268,20 @@ def test_router_losses_are_weighted_and_added_up_over_layers(generator: torch.Ge
     assert not losses.z.requires_grad
 
 
+def test_the_balance_loss_can_be_the_mean_over_layers(generator: torch.Generator) -> None:
+    routers = [RouterConfig(lb_loss_weight=0.5, lb_loss_over_layers=how) for how in ("sum", "mean")]
+    ids = _ids(generator)
+    moes = [MoEConfig(num_experts=3, hidden_size=5, router=router) for router in routers]
+    mixed = {index: LayerConfig(moe=moe) for index, moe in enumerate(moes)}
+    model = _model(_config(layer_overrides=mixed), generator)
+    layers, records = _layers(model), model(ids)[1]
+    first, second = (balance_loss([record], reduction="sum") for record in records)
+    losses = router_losses(layers, records)
+    torch.testing.assert_close(losses.total, 0.5 * first + 0.5 * second / 2)
+    # What is watched is a mean anyway.
+    torch.testing.assert_close(losses.balance, ((first + second) / 2).detach())
+
+
 def test_router_losses_of_a_frozen_router_are_values_without_gradient(
     generator: torch.Generator,
 ) -> None:

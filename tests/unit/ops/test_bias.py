@@ -56,3 +56,25 @@ def test_the_old_bias_is_left_alone() -> None:
     bias = torch.zeros(2)
     updated_score_bias(bias, torch.tensor([0, 1]), 1.0)
     assert bias.tolist() == [0.0, 0.0]
+
+
+def test_centring_takes_the_drift_away_and_leaves_differences() -> None:
+    plain = centred = torch.zeros(4)
+    for _ in range(1000):
+        plain = updated_score_bias(plain, torch.tensor([1000, 1, 1, 1]), 1e-3)
+        centred = updated_score_bias(centred, torch.tensor([1000, 1, 1, 1]), 1e-3, centered=True)
+        assert abs(centred.double().mean().item()) < 1e-7
+    torch.testing.assert_close(plain, torch.tensor([-1.0, 1, 1, 1]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(plain.mean(), torch.tensor(0.5), rtol=1e-4, atol=0)
+    torch.testing.assert_close(centred, torch.tensor([-1.5, 0.5, 0.5, 0.5]), rtol=1e-4, atol=0)
+
+
+def test_centring_changes_no_choice() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(50, 4, generator=generator)
+    load = torch.tensor([9, 2, 4, 5])
+    start = torch.tensor([0.3, -0.1, 0.2, 0.9])
+    plain = updated_score_bias(start, load, 0.1)
+    centred = updated_score_bias(start, load, 0.1, centered=True)
+    assert (plain - centred).max() > 0.1
+    assert torch.equal((scores + plain).argsort(dim=-1), (scores + centred).argsort(dim=-1))
