@@ -12,6 +12,7 @@ from typing import IO, Any
 import lightning as L
 import torch
 from jaxtyping import Float, Int
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -75,6 +76,7 @@ class MoEModule(L.LightningModule):
         self._tokens_seen = torch.zeros((), dtype=torch.int64)
         self._noise_seed = draw_seed()
         self._step_started = 0.0
+        self._compiling_since: float | None = None
 
     @classmethod
     def load_from_checkpoint(
@@ -240,11 +242,19 @@ class MoEModule(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: TokenBatch, batch_idx: int) -> None:  # noqa: ANN401
         """Refuse an optimizer step that nothing closed; the next `training_step` asks again."""
         refuse_unclosed(self)
+        if self._compiling_since is not None:
+            seconds = time.perf_counter() - self._compiling_since
+            self._compiling_since = None
+            rank_zero_info(
+                f"model.compile={self.config.compile}: the first micro-batch took {seconds:.1f} s, "
+                "compiling included"
+            )
 
     def on_train_start(self) -> None:
         """Forget what an earlier, interrupted fit left open; start the clock."""
         self.window.reset()
         self._step_started = time.perf_counter()
+        self._compiling_since = None if self.config.compile == "none" else self._step_started
 
     def on_validation_end(self) -> None:
         """Validation is no part of a step's time."""

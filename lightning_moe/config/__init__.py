@@ -6,6 +6,7 @@ from lightning_moe.config.fp8 import FP8_BACKENDS, Backend, FP8Config, ScaleMode
 from lightning_moe.config.layers import (
     AttentionBackend,
     AttentionConfig,
+    Compile,
     DenseConfig,
     LayerConfig,
     LayerSpec,
@@ -37,6 +38,7 @@ __all__ = [
     "AttentionConfig",
     "Backend",
     "BalanceScope",
+    "Compile",
     "DecayShape",
     "DenseConfig",
     "FP8Config",

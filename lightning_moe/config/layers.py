@@ -18,6 +18,7 @@ from lightning_moe.config.moe import MoEConfig
 QkNorm = Literal["head", "full"]
 AttentionBackend = Literal["sdpa"]
 Recompute = Literal["none", "block", "moe", "attention"]
+Compile = Literal["none", "inductor", "aot_eager"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from lightning_moe.config.checks import (
 from lightning_moe.config.counting import NormPlacement
 from lightning_moe.config.layers import (
     AttentionConfig,
+    Compile,
     DenseConfig,
     LayerConfig,
     LayerSpec,
@@ -81,6 +82,10 @@ class TransformerConfig:
             another for single layers.
         offload_activations: what blocks keep for the backward pass waits in host memory, with
             `recompute` only what is still kept. On a CPU nothing moves.
+        compile: the two halves of each block through torch.compile: `inductor` makes fused
+            kernels, `aot_eager` only traces, to find out what fails. One whole graph for each
+            half, but with experts on several ranks and the dispatcher `all_to_all` the MoE half
+            is split where rows travel.
     """
 
     vocab_size: int
@@ -101,6 +106,7 @@ class TransformerConfig:
     init_std: float = 0.02
     recompute: Recompute = "none"
     offload_activations: bool = False
+    compile: Compile = "none"
 
     def __post_init__(self) -> None:
         """Check every option, then what each resolved layer asks of the model width."""
@@ -205,6 +211,7 @@ class TransformerConfig:
         check_instances("model", MoEConfig, **given(moe=self.moe))
         check_choices("model", get_args(NormPlacement), norm_placement=self.norm_placement)
         check_choices("model", get_args(Recompute), recompute=self.recompute)
+        check_choices("model", get_args(Compile), compile=self.compile)
         check_floats("model", POSITIVE, norm_eps=self.norm_eps, init_std=self.init_std)
         check_floats("model", NON_NEGATIVE, **given(lm_z_loss_weight=self.lm_z_loss_weight))
         check_bools(

@@ -8,13 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lightning_moe.config import LayerSpec, MoEConfig, Recompute
+from lightning_moe.config import Compile, LayerSpec, MoEConfig, Recompute
 from lightning_moe.nn.attention import Attention, AttentionContext
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.moe import MoE
 from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.nn.offload import offloaded
 from lightning_moe.nn.recompute import recomputed
+from lightning_moe.ops.compiled import compiled
 from lightning_moe.ops.records import Routing
 
 T = TypeVar("T")
@@ -38,9 +39,11 @@ class Block(nn.Module):
         norm_eps: float = 1e-6,
         init_std: float = 0.02,
         offload_activations: bool = False,
+        compile_backend: Compile = "none",
     ) -> None:
         super().__init__()
         self.recompute = layer.recompute
+        self.compile_backend = compile_backend
         self.offload_activations = offload_activations
 
         def norm(placed: bool) -> nn.Module:
@@ -68,13 +71,15 @@ class Block(nn.Module):
         """Output of the layer, and the record of its routing if it routes."""
         offload = self.offload_activations and self._keeps_activations()
         with offloaded(self) if offload else nullcontext():
-            return self._part("block", self._both_halves, x_BSD, context, valid_BS)
+            if self._recomputes("block"):
+                return recomputed(self._halves, x_BSD, context, valid_BS)
+            return self._halves(x_BSD, context, valid_BS)
 
-    def _both_halves(
+    def _halves(
         self, x_BSD: Tensor, context: AttentionContext, valid_BS: Tensor | None
     ) -> tuple[Tensor, Routing | None]:
-        x_BSD = self._part("attention", self._attend, x_BSD, context)
-        return self._part("moe", self._feed, x_BSD, valid_BS)
+        x_BSD = self._half("attention", Block._attend, x_BSD, context)
+        return self._half("moe", Block._feed, x_BSD, valid_BS)
 
     def _attend(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
         mixed_BSD = self.attention(self.attention_in_norm(x_BSD), context)
@@ -90,11 +95,19 @@ class Block(nn.Module):
             y_BSD = self.feed_forward(inner_BSD)
         return x_BSD + self.feed_forward_out_norm(y_BSD), routing
 
-    def _part(self, name: Recompute, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
-        """`function(*args)`, recomputed in backward where `name` is the part to recompute."""
-        if self.recompute == name and self._keeps_activations():
-            return recomputed(function, *args)
-        return function(*args)
+    def _half(self, part: Recompute, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
+        """`function(self, *args)`, compiled if asked for, recomputed in backward if `part` is what is recomputed.
+
+        Recomputation goes around what is compiled, never into it: there it works with every dispatcher.
+        """
+        if self.compile_backend != "none":
+            function = compiled(function, self.compile_backend)
+        if self._recomputes(part):
+            return recomputed(function, self, *args)
+        return function(self, *args)
+
+    def _recomputes(self, part: Recompute) -> bool:
+        return self.recompute == part and self._keeps_activations()
 
     def _keeps_activations(self) -> bool:
         return self.training and torch.is_grad_enabled()

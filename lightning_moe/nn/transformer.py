@@ -56,6 +56,7 @@ class MoETransformer(nn.Module):
                 norm_eps=config.norm_eps,
                 init_std=config.init_std,
                 offload_activations=config.offload_activations,
+                compile_backend=config.compile,
             )
             for layer in config.layers
         )

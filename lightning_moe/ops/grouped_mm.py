@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
+from lightning_moe.ops.compiled import outside_of_graphs
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -16,6 +17,7 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 STRIDE_BYTES: Final = 16
 
 
+@outside_of_graphs("the number of rows of each matmul depends on the routing")
 def loop_grouped_mm(
     rows_RX: Float[Tensor, "R X"], weight_GXY: Float[Tensor, "G X Y"], counts_G: Int[Tensor, " G"]
 ) -> Float[Tensor, "R Y"]:

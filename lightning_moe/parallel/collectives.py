@@ -1,10 +1,11 @@
 """The only wrapper around collectives: groups along mesh axes, and a ledger of what they sent."""
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, Protocol, TypeVar, cast, runtime_checkable
+from typing import ClassVar, Final, Protocol, TypeVar, cast, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -50,7 +51,13 @@ class AxisGroup:
         axis: its name.
         ranks: global ranks, in the axis' order.
         index: place of this rank among them.
+        number: stands for this group in compiled code, which can hold numbers but no connection.
     """
+
+    _numbers: ClassVar = itertools.count()
+    _numbered: ClassVar["weakref.WeakValueDictionary[int, AxisGroup]"] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(
         self,
@@ -62,6 +69,13 @@ class AxisGroup:
     ) -> None:
         self.axis, self.ranks, self.index, self.ledger = axis, ranks, index, ledger
         self._group = group
+        self.number = next(self._numbers)
+        self._numbered[self.number] = self
+
+    @classmethod
+    def numbered(cls, number: int) -> "AxisGroup":
+        """The group that has this number in this process."""
+        return cls._numbered[number]
 
     @property
     def size(self) -> int:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.nn.dispatch import Dispatched
 from lightning_moe.ops.autograd import Context
+from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, reorder
 from lightning_moe.parallel.collectives import AxisGroup, Work
 
@@ -43,6 +44,8 @@ class Exchange:
 
     def start(self, rows: Tensor) -> tuple[Tensor, Work | None]:
         """The received rows, which may be read once the work is done. Backward goes the same way back."""
+        if torch.compiler.is_compiling():
+            return exchange_in_graph(rows, self.group.number, self.gradient_factor), None
         started: list[Work | None] = []
         received: Tensor = _AllToAll.apply(rows, self, started)
         return received, started[0]
@@ -82,6 +85,35 @@ class _AllToAll(torch.autograd.Function):
         exchange: Exchange = ctx.exchange  # type: ignore[attr-defined]
         returned, _ = exchange.back().run(grad)
         return returned.mul_(exchange.gradient_factor), None, None
+
+
+# In compiled code the exchange of equal shares is one operator, of which the compiler knows the shapes only.
+@torch.library.custom_op("lightning_moe::exchange", mutates_args=())
+def exchange_in_graph(rows: Tensor, group: int, gradient_factor: float) -> Tensor:
+    """Equal shares of `rows` to all ranks of the group with that number (`AxisGroup.number`)."""
+    received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    AxisGroup.numbered(group).all_to_all(received, rows.contiguous())
+    return received
+
+
+@exchange_in_graph.register_fake
+def _(rows: Tensor, group: int, gradient_factor: float) -> Tensor:
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+def _keep_arguments(ctx: Context, inputs: tuple[Tensor, int, float], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]  # type: ignore[attr-defined]  # free-form, as torch has it
+
+
+def _exchange_gradient(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+    group, factor = ctx.arguments  # type: ignore[attr-defined]
+    return exchange_in_graph(grad, group, 1 / factor) * factor, None, None
+
+
+exchange_in_graph.register_autograd(_exchange_gradient, setup_context=_keep_arguments)
+
+# How many rows there are is known on the host only while this runs.
+_outside_of_graphs = outside_of_graphs("the number of rows depends on the routing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +161,7 @@ class AllToAllDispatcher:
         """The same in training and evaluation."""
         return self
 
+    @_outside_of_graphs
     def dispatch(
         self,
         x_TW: Float[Tensor, "T W"],
@@ -160,6 +193,7 @@ class AllToAllDispatcher:
             counts_GL=sent[:, rank].contiguous(),
         )
 
+    @_outside_of_graphs
     def receive(self, flight: InFlight) -> Exchanged:
         """Wait for the rows and sort them by expert; within one expert by source rank, then by token."""
         if flight.work is not None:
@@ -177,6 +211,7 @@ class AllToAllDispatcher:
             regroup=regroup,
         )
 
+    @_outside_of_graphs
     def combine(
         self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: Exchanged
     ) -> Float[Tensor, "T W"]:

@@ -15,6 +15,7 @@ from lightning_moe.ops.capacity import (
     plan_with_capacity,
     slots_per_expert,
 )
+from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.parallel.collectives import AxisGroup, Work
 from lightning_moe.parallel.dispatch import AllToAllDispatcher, Exchange
 
@@ -136,6 +137,7 @@ class StaticDispatcher:
             self._counts[key] = torch.full((per_rank,), self.group.size * capacity, device=device)
         return self._counts[key]
 
+    @outside_of_graphs("done once, to fix the shapes")
     def _agree_on_size(self, num_tokens: int, device: torch.device) -> None:
         largest = torch.tensor(num_tokens, device=device)
         self.group.all_reduce(largest, "max")

@@ -136,6 +136,7 @@ def test_an_attention_that_cannot_work_is_refused(options: dict[str, object], me
             {"norm_placement": "sandwich"},
             "model.norm_placement='sandwich' must be one of pre, post",
         ),
+        ({"compile": "yes"}, "model.compile='yes' must be one of none, inductor, aot_eager"),
         ({"recompute": "full"}, "model.recompute='full' must be one of none, block, moe, attent"),
         (
             {"moe": None, "dense_hidden_size": 9, "recompute": "moe"},
