@@ -21,7 +21,12 @@ from lightning_moe.config.data import DataConfig
 if TYPE_CHECKING:
     from lightning_moe.data import TokenBatch, TokenDataModule
     from lightning_moe.module import MoEModule
-    from lightning_moe.optim import StepWindow, close_window, step_router_losses
+    from lightning_moe.optim import (
+        StepWindow,
+        assert_balance_invariant,
+        close_window,
+        step_router_losses,
+    )
     from lightning_moe.parallel.whole_checkpoint import load_weights
     from lightning_moe.strategy import ExpertParallelStrategy, MoEPrecision
 
@@ -44,6 +49,7 @@ __all__ = [
     "TokenBatch",
     "TokenDataModule",
     "TransformerConfig",
+    "assert_balance_invariant",
     "close_window",
     "load_weights",
     "step_router_losses",
@@ -57,6 +63,7 @@ _FIRST_USE: Final = {
     "StepWindow": "lightning_moe.optim",
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",
+    "assert_balance_invariant": "lightning_moe.optim",
     "close_window": "lightning_moe.optim",
     "load_weights": "lightning_moe.parallel.whole_checkpoint",
     "step_router_losses": "lightning_moe.optim",

@@ -15,7 +15,7 @@ from lightning_moe.config.layers import (
 )
 from lightning_moe.config.model import LayerOverrides, TransformerConfig
 from lightning_moe.config.moe import (
-    SPLIT_INVARIANT_SCOPES,
+    BALANCE_INVARIANCE,
     Activation,
     BalanceScope,
     GatingFunction,
@@ -30,9 +30,9 @@ from lightning_moe.config.optim import DecayShape, OptimConfig, Schedule, Schedu
 from lightning_moe.config.presets import PRESETS
 
 __all__ = [
+    "BALANCE_INVARIANCE",
     "FP8_BACKENDS",
     "PRESETS",
-    "SPLIT_INVARIANT_SCOPES",
     "Activation",
     "AttentionBackend",
     "AttentionConfig",

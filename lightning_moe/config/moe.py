@@ -25,8 +25,15 @@ OverLayers = Literal["sum", "mean"]
 Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
 SharedActivation = Literal["swiglu", "relu2"]
 
-SPLIT_INVARIANT_SCOPES: Final[frozenset[BalanceScope]] = frozenset({"sequence", "lagged", "exact"})
-"""The balance scopes whose loss stays the same however the batch of a step is split into micro-batches."""
+BALANCE_INVARIANCE: Final[dict[BalanceScope, tuple[str, ...]]] = {
+    "sequence": ("accumulation", "ranks"),
+    "micro_batch": (),
+    "global_micro_batch": ("ranks",),
+    "accumulated": ("ranks",),
+    "lagged": ("accumulation", "ranks"),
+    "exact": ("accumulation", "ranks"),
+}
+"""What the balance loss of each scope doesn't depend on, besides expert_parallel and recomputation."""
 
 DEFAULT_ACTIVATION_ALPHA: Final = 1.702
 

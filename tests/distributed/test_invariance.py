@@ -18,6 +18,7 @@ from lightning_moe import (
     TokenBatch,
     TransformerConfig,
 )
+from lightning_moe.config import BALANCE_INVARIANCE
 from tests.distributed.trainer_runs import Recorded, batches, fit, parallel, whole_weights
 from tests.ranks import run_ranks
 
@@ -160,6 +161,12 @@ def test_global_micro_batch_and_accumulated_do_not_depend_on_ranks_or_recomputat
     for results in run_ranks(_train, world, RANKS, splits, timeout_s=300):
         for split, found in zip(splits, results, strict=True):
             assert _largest_difference(found, expected) < 1e-10, split
+
+
+def test_the_documented_promises_are_those_proved_here() -> None:
+    assert {scope for scope, kept in BALANCE_INVARIANCE.items() if len(kept) == 2} == {*EVERYTHING}
+    assert {scope for scope, kept in BALANCE_INVARIANCE.items() if kept == ("ranks",)} == {*RANKS}
+    assert BALANCE_INVARIANCE["micro_batch"] == ()
 
 
 def test_micro_batch_depends_on_neither_expert_ranks_nor_recomputation() -> None:
