@@ -22,7 +22,7 @@ if __name__ == "__main__":  # the script runs once per rank
         max_steps=10,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        callbacks=[ExpertLoadMonitor(heat_map=False)],
+        callbacks=[ExpertLoadMonitor(write_files=False)],
         logger=False,
         enable_model_summary=False,
         enable_progress_bar=False,

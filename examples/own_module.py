@@ -46,7 +46,7 @@ module = SpiralClassifier()
 trainer = L.Trainer(
     accelerator="cpu",
     max_epochs=30,
-    callbacks=[RouterBiasCorrection(), ExpertLoadMonitor(heat_map=False)],
+    callbacks=[RouterBiasCorrection(), ExpertLoadMonitor(write_files=False)],
     enable_checkpointing=False,
     enable_model_summary=False,
     logger=False,

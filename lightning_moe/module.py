@@ -307,7 +307,7 @@ class MoEModule(L.LightningModule):
         """Bias correction, load logging and the guard against non-finite steps, unless the Trainer has its own."""
         wanted: list[L.Callback] = [NonFiniteGuard(self.optim.max_skipped_steps)]
         if layers := self.moe_layers:
-            wanted.append(ExpertLoadMonitor(heat_map=False))
+            wanted.append(ExpertLoadMonitor(write_files=False))
             if any(layer.config.router.bias_gamma is not None for layer in layers):
                 wanted.append(RouterBiasCorrection())
         given = getattr(self.trainer, "callbacks", [])

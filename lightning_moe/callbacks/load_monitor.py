@@ -1,93 +1,252 @@
-"""Is the load really even? Counts per layer and expert, logged and drawn."""
+"""Is the load really even? Counts per layer, expert and rank: logged, drawn, kept as a history, and watched."""
 
-from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_moe.callbacks.gerrymandering import GerrymanderingAlarm, warning
+from lightning_moe.callbacks.load_entries import (
+    WORST,
+    layer_health,
+    layer_values,
+    make_entry,
+)
+from lightning_moe.callbacks.load_pictures import save_pictures, show_pictures
+from lightning_moe.callbacks.routing_history import (
+    HISTORY_FILE,
+    Entry,
+    entries_before,
+    write_history,
+)
+from lightning_moe.callbacks.routing_sums import RoutingSums
 from lightning_moe.callbacks.step_statistics import moe_layers, step_statistics
 from lightning_moe.nn import MoE
-from lightning_moe.ops.load import load_max_over_mean
+from lightning_moe.ops.load import load_max_over_mean, of_layers
+from lightning_moe.optim import StepStatistics, window_of
+from lightning_moe.strategy import ExpertParallelStrategy
 
 
 class ExpertLoadMonitor(L.Callback):
-    """Logs the load of the busiest expert over the mean: per layer, and the worst layer of each step.
+    """Logs how tokens are shared out, keeps a history of it, and warns of token gerrymandering.
 
-    Keys: `train/load_max_over_mean` (worst layer), `train/load_max_over_mean/layer_<i>` (i counts MoE layers).
-    1 is even, E is everything on one expert. Counts are those of whole optimizer steps over all ranks.
+    Logged at every step: `train/load_max_over_mean`, the busiest expert over the mean in the worst layer (1 is even, E
+    is everything on one expert), from that step's counts over all micro-batches and ranks. Logged every
+    `every_n_steps`, each also by layer as `<key>/layer_<i>` (i counts MoE layers): the same, and over all steps since
+    the last time
+
+    - `train/dead_experts`: share of experts that nothing was asked of;
+    - `train/balance_inner_product`: balance loss of all these tokens minus 1; below 0, experts with less score win;
+    - `train/router_margin`: mean margin of the choice (see `ops.TokenRoutes`), in the last step alone;
+    - `train/dropped_routes`, `train/lost_tokens`: shares, where the dispatcher can drop;
+    - `train/rank_load_max_over_mean`: of the copies that each rank computes, where there are several ranks;
+    - `train/gerrymandered_layers`: how many layers `GerrymanderingAlarm` suspects; not by layer.
+
+    Without a layer a key is the worst layer's value. Ranks exchange one message every `every_n_steps`, none between.
+    The trainer's root folder gets `routing_history.npz` (`read_history`) at every validation and at the end, and then
+    `expert_load.png` (layers x experts) and `expert_load_history.png` (layers x steps); loggers that take pictures get
+    them as well. A resumed run goes on with the history in its folder.
 
     Args:
-        heat_map: at the end, write `expert_load.png` (layers x experts) into the trainer's root folder.
-        recent_steps: the picture shows the load of that many last steps.
+        every_n_steps: None takes the trainer's `log_every_n_steps`.
+        recent_steps: the picture of the experts shows at least so many last steps.
+        alarm: warn, once per episode, when the balance loss is content with a bad load.
+        write_files: off, nothing is written or drawn.
 
     Raises:
-        ValueError: at the start of fit, if the module has no MoE layer.
+        ValueError: at the start of training, if the module has no MoE layer.
     """
 
-    def __init__(self, *, heat_map: bool = True, recent_steps: int = 100) -> None:
+    def __init__(
+        self,
+        *,
+        every_n_steps: int | None = None,
+        recent_steps: int = 100,
+        alarm: bool = True,
+        write_files: bool = True,
+    ) -> None:
         if recent_steps < 1:
             raise ValueError(f"recent_steps={recent_steps} must be at least 1")
-        self.heat_map = heat_map
-        self._recent: deque[tuple[Tensor, ...]] = deque(maxlen=recent_steps)
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(
+                f"every_n_steps={every_n_steps} must be at least 1, or null for trainer.log_every_n_steps"
+            )
+        self.every_n_steps = every_n_steps
+        self.recent_steps = recent_steps
+        self.alarm = alarm
+        self.write_files = write_files
         self._layers: list[MoE] = []
+        self._entries: list[Entry] = []
+        self._sums: RoutingSums | None = None
+
+    # ---- counting --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the layers."""
         self._layers = moe_layers(pl_module, "ExpertLoadMonitor")
-        self._recent.clear()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen to the layers' records; go on with the history of a resumed run."""
+        self._watch = GerrymanderingAlarm(len(self._layers))
+        # The Trainer's logger connector gives it that attribute; 0 turns the loggers off.
+        self._every = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        self._requested: Sequence[Tensor] = ()
+        self._num_steps = 0
+        self._counted: StepStatistics | None = None
+        self._counted_at = -1
+        self._sums = RoutingSums(
+            [layer.config.num_experts for layer in self._layers],
+            _expert_ranks(trainer),
+            trainer.world_size,
+            pl_module.device,
+        )
+        if (window := window_of(pl_module)) is not None:
+            window.observers.append(self._sums.observe)
+        self._entries = []
+        if self._writes(trainer):
+            self._entries = entries_before(_folder(trainer) / HISTORY_FILE, trainer.global_step)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Ask the routers for margins in the steps that end an entry."""
+        if self._ends_entry(trainer):
+            self._trace(on=True)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Log this step's load."""
+        """Count this step, unless it was: by a second optimizer, or an earlier call of the closure."""
         statistics = step_statistics(pl_module, self._layers, "ExpertLoadMonitor")
-        ratios = [load_max_over_mean(counts_E) for counts_E in statistics.requested]
-        pl_module.log("train/load_max_over_mean", torch.stack(ratios).max(), prog_bar=True)
-        pl_module.log_dict(
-            {f"train/load_max_over_mean/layer_{i}": ratio for i, ratio in enumerate(ratios)}
+        assert self._sums is not None
+        is_new = statistics is not self._counted and trainer.global_step != self._counted_at
+        self._sums.end_step(keep=is_new)
+        if not is_new:
+            return
+        self._counted, self._counted_at = statistics, trainer.global_step
+        new = statistics.requested
+        self._requested = (
+            [total + counts for total, counts in zip(self._requested, new, strict=True)]
+            if self._num_steps
+            else new
         )
-        if self.heat_map:
-            self._recent.append(statistics.requested)
+        self._num_steps += 1
+        ratios = of_layers(load_max_over_mean, new)
+        pl_module.log("train/load_max_over_mean", ratios.max(), prog_bar=True)
+        if self._ends_entry(trainer):
+            entry = self._end_entry(trainer, trainer.global_step)
+            self._log(trainer, pl_module, entry, {"load_max_over_mean": ratios.cpu()})
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Margins are not asked for any longer."""
+        self._trace(on=False)
+
+    def _ends_entry(self, trainer: L.Trainer) -> bool:
+        return (trainer.global_step + 1) % self._every == 0
+
+    def _trace(self, *, on: bool) -> None:
+        for layer in self._layers:
+            layer.router.trace = on
+
+    def _end_entry(self, trainer: L.Trainer, step: int) -> Entry:
+        """The steps since the last entry; every rank calls it."""
+        assert self._sums is not None
+        packed = trainer.strategy.reduce(self._sums.pack(), reduce_op="sum")
+        requested = [counts_E.cpu() for counts_E in self._requested]
+        entry = make_entry(step, self._num_steps, requested, self._sums.unpack(packed))
+        self._requested, self._num_steps = (), 0
+        if self._writes(trainer):
+            self._entries.append(entry)
+        return entry
+
+    def _log(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        entry: Entry,
+        of_step: dict[str, Tensor],
+    ) -> None:
+        assert self._sums is not None
+        values = layer_values(entry, [layer.config.router.top_k for layer in self._layers])
+        if not self._sums.drops:
+            del values["dropped_routes"], values["lost_tokens"]
+        if trainer.world_size == 1:
+            del values["rank_load_max_over_mean"]
+        by_key: dict[str, Tensor | float] = {}
+        for name, by_layer in (of_step | values).items():
+            known = by_layer.isfinite()
+            if name not in of_step and known.any():
+                by_key[name] = WORST.get(name, torch.max)(by_layer[known])
+            by_key |= {f"{name}/layer_{i}": by_layer[i] for i in known.nonzero().flatten().tolist()}
+        if self.alarm:
+            health = layer_health(entry)
+            if self._watch.begins(health):
+                rank_zero_warn(warning(trainer.global_step, self._watch.suspicious, health))
+            by_key["gerrymandered_layers"] = float(len(self._watch.suspicious))
+        pl_module.log_dict({f"train/{key}": value for key, value in by_key.items()})
+
+    # ---- files -----------------------------------------------------------------------------------------------
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A run that is killed leaves its history up to here."""
+        if not trainer.sanity_checking:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last steps may be fewer than an entry has."""
+        if self._num_steps:
+            self._end_entry(trainer, trainer.global_step - 1)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the picture."""
-        if (
-            self.heat_map
-            and self._recent
-            and trainer.is_global_zero
-            and not getattr(trainer, "fast_dev_run", False)
-        ):
-            loads = [torch.stack(counts).sum(dim=0) for counts in zip(*self._recent, strict=True)]
-            draw_heat_map(
-                loads, Path(trainer.default_root_dir) / "expert_load.png", len(self._recent)
-            )
+        """Write the history and draw it."""
+        self._finish(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """What was seen so far may say why."""
+        self._trace(on=False)
+        self._finish(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Stop listening."""
+        window = window_of(pl_module)
+        if window is not None and self._sums is not None:
+            window.observers = [seen for seen in window.observers if seen != self._sums.observe]
+            self._sums = None
+
+    def _writes(self, trainer: L.Trainer) -> bool:
+        in_earnest = not getattr(trainer, "fast_dev_run", False)
+        return self.write_files and trainer.is_global_zero and in_earnest
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self._entries:
+            write_history(_folder(trainer) / HISTORY_FILE, self._entries)
+
+    def _finish(self, trainer: L.Trainer) -> None:
+        if self._entries:
+            self._write(trainer)
+            pictures = save_pictures(self._entries, self.recent_steps, _folder(trainer))
+            show_pictures(pictures, trainer.loggers, trainer.global_step)
 
 
-def draw_heat_map(loads: list[Tensor], path: Path, num_steps: int) -> None:
-    """Write a picture of each expert's load over the mean load of its layer.
+def _folder(trainer: L.Trainer) -> Path:
+    return Path(trainer.default_root_dir)
 
-    Args:
-        loads: per layer, token copies of each expert; layers may differ in their number of experts.
-        path: the PNG file; its folder is made.
-        num_steps: steps that `loads` sums over, for the title.
-    """
-    # matplotlib takes half a second to import, and is needed once, at the end.
-    from matplotlib.figure import Figure  # noqa: PLC0415
 
-    image = torch.full((len(loads), max(load.numel() for load in loads)), float("nan"))
-    for row, load_E in zip(image, loads, strict=True):
-        row[: load_E.numel()] = load_E.cpu() * load_E.numel() / load_E.sum().clamp(min=1)
-    figure = Figure(
-        figsize=(max(6.0, 2 + 0.25 * min(image.shape[1], 64)), 1.8 + 0.3 * len(loads)),
-        layout="constrained",
-    )
-    axes = figure.subplots()
-    shown = axes.imshow(image.numpy(), aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0)
-    axes.set(xlabel="expert", ylabel="MoE layer", yticks=range(len(loads)))
-    worst = image.nan_to_num(0.0).max().item()
-    axes.set_title(f"load / mean load over the last {num_steps} steps; busiest {worst:.2f}")
-    figure.colorbar(shown, ax=axes, extend="max")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+def _expert_ranks(trainer: L.Trainer) -> Sequence[int]:
+    """The ranks that compute this rank's tokens, in the order of their experts."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ExpertParallelStrategy) and strategy.mesh is not None:
+        return strategy.mesh.ep.ranks
+    return (trainer.global_rank,)

@@ -87,15 +87,12 @@ class ExpertLoad(LayerSums):
         """Every statistic, one value per layer."""
         requested, kept = self._by_layer(self.requested), self._by_layer(self.kept)
         values = {
-            name: torch.stack([statistic(counts) for counts in requested])
-            for name, statistic in _OF_REQUESTED.items()
+            name: load.of_layers(statistic, requested) for name, statistic in _OF_REQUESTED.items()
         }
+        values["kept_max_over_mean"] = load.of_layers(load.load_max_over_mean, kept)
         for name, layers in (("", requested), ("kept_", kept)):
             by_rank = [load.rank_loads(counts, self.num_ranks) for counts in layers]
-            values[f"{name}rank_max_over_mean"] = torch.stack(
-                [load.load_max_over_mean(loads) for loads in by_rank]
-            )
-        values["kept_max_over_mean"] = torch.stack([load.load_max_over_mean(c) for c in kept])
+            values[f"{name}rank_max_over_mean"] = load.of_layers(load.load_max_over_mean, by_rank)
         values["drop_rate"] = torch.stack(
             [load.drop_rate(*pair) for pair in zip(requested, kept, strict=True)]
         )

@@ -37,6 +37,7 @@ from lightning_moe.ops.load import (
     load_max_over_mean,
     load_variation,
     max_violation,
+    of_layers,
     rank_loads,
     relative_load,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "load_variation",
     "loop_grouped_mm",
     "max_violation",
+    "of_layers",
     "orthogonality_loss",
     "permute",
     "plan_by_expert",

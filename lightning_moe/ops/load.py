@@ -5,6 +5,7 @@ counted nothing is even. Ratios don't add up: sum counts over batches and ranks 
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -100,3 +101,12 @@ def balance_inner_product(
         total > 0, scores / total.clamp(min=torch.finfo(torch.float64).tiny), 1 / num_experts
     )
     return ((relative_load(requested) - 1) * (shares - 1 / num_experts)).sum(dim=-1)
+
+
+def of_layers(
+    statistic: Callable[[Tensor], Tensor], counts: Sequence[Int[Tensor, " _"]]
+) -> Float[Tensor, " _"]:
+    """One value of `statistic` per layer; all at once where the layers have equally many experts."""
+    if len({counts_E.numel() for counts_E in counts}) == 1:
+        return statistic(torch.stack(list(counts)))
+    return torch.stack([statistic(counts_E) for counts_E in counts])

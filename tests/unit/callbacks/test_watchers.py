@@ -21,7 +21,7 @@ def _fit(folder: Path, module: Recording, num_batches: int, **options: object) -
 def test_the_load_is_that_of_the_busiest_expert_over_the_mean_of_the_whole_step(
     tmp_path: Path,
 ) -> None:
-    monitor = ExpertLoadMonitor(heat_map=False)
+    monitor = ExpertLoadMonitor(write_files=False)
     options = {"callbacks": [monitor], "accumulate_grad_batches": 2}
     # Sums 4, 8, 0, 4 around a mean of 4, though each micro-batch by itself is more uneven.
     logged = _fit(tmp_path, Scripted(COUNTS[:2]), 2, **options)

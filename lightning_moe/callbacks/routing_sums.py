@@ -1,0 +1,128 @@
+"""What routing records of several steps add up to on one rank, packed into one message for all."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_moe.ops.load import rank_loads
+from lightning_moe.ops.records import Routing
+from lightning_moe.ops.routing import confidence_sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTotals:
+    """One layer over some steps, summed over all ranks, in host memory (float64 where not said otherwise).
+
+    Attributes:
+        kept_E: token copies computed by each expert (int64).
+        score_sums_E: see `ops.Routing`.
+        rank_load: copies computed by each rank (int64).
+        lost_tokens: tokens that lost all copies (int64).
+        margin, entropy: means per token; NaN where no router traced.
+    """
+
+    kept_E: Int[Tensor, " E"]
+    score_sums_E: Float[Tensor, " E"]
+    rank_load: Int[Tensor, " _"]
+    lost_tokens: Int[Tensor, ""]
+    margin: Float[Tensor, ""]
+    entropy: Float[Tensor, ""]
+
+
+class RoutingSums:
+    """Adds up records as they come; a step counts once `end_step` says so.
+
+    Everything is kept flat: a few operations per micro-batch, however many layers there are.
+
+    Args:
+        num_experts: of each layer.
+        expert_ranks: ranks that share out the experts of this rank's tokens, in the order of the experts.
+        world: number of ranks.
+        device: of the sums.
+    """
+
+    def __init__(
+        self,
+        num_experts: Sequence[int],
+        expert_ranks: Sequence[int],
+        world: int,
+        device: torch.device,
+    ) -> None:
+        self.num_experts = list(num_experts)
+        self.expert_ranks = list(expert_ranks)
+        self.world = world
+        self.drops = False
+        self._device = device
+        self._sums = self._zeros()
+        self._step = self._zeros()
+
+    def _zeros(self) -> dict[str, Tensor]:
+        num_layers, num_experts = len(self.num_experts), sum(self.num_experts)
+        sizes = {"kept": num_experts, "scores": num_experts, "lost": num_layers}
+        sizes["confidence"] = 4 * num_layers
+        return {
+            name: torch.zeros(size, dtype=torch.float64, device=self._device)
+            for name, size in sizes.items()
+        }
+
+    def observe(self, records: Sequence[Routing]) -> None:
+        """Add one micro-batch."""
+        step = self._step
+        step["kept"] += torch.cat([record.kept_E for record in records])
+        step["scores"] += torch.cat([record.score_sums_E.detach() for record in records])
+        lost = [record.lost_tokens for record in records if record.lost_tokens is not None]
+        if len(lost) == len(records):
+            self.drops = True
+            step["lost"] += torch.stack(lost)
+        tokens = [record.tokens for record in records if record.tokens is not None]
+        if len(tokens) == len(records):
+            step["confidence"] += torch.cat([confidence_sums(routes) for routes in tokens])
+
+    def end_step(self, *, keep: bool) -> None:
+        """Add the step to the sums, or forget it where it was computed before."""
+        if keep:
+            for name, part in self._step.items():
+                self._sums[name] += part
+        for part in self._step.values():
+            part.zero_()
+
+    def pack(self) -> Float[Tensor, " _"]:
+        """Everything in one float64 vector, to be summed over ranks; starts anew."""
+        loads = torch.zeros(
+            len(self.num_experts), self.world, dtype=torch.float64, device=self._device
+        )
+        for layer, kept in enumerate(self._sums["kept"].split(self.num_experts)):
+            loads[layer, self.expert_ranks] = rank_loads(
+                kept.long(), len(self.expert_ranks)
+            ).double()
+        packed = torch.cat([*self._sums.values(), loads.flatten()])
+        self._sums = self._zeros()
+        return packed
+
+    def unpack(self, packed: Float[Tensor, " _"]) -> list[LayerTotals]:
+        """What a sum over ranks of `pack` says of each layer."""
+        num_layers, num_experts = len(self.num_experts), sum(self.num_experts)
+        sizes = [num_experts, num_experts, num_layers, 4 * num_layers, num_layers * self.world]
+        kept, scores, lost, confidence, loads = packed.cpu().split(sizes)
+        rows: Iterable[tuple[Tensor, ...]] = zip(
+            kept.long().split(self.num_experts),
+            scores.split(self.num_experts),
+            lost.long(),
+            confidence.view(num_layers, 4),
+            loads.long().view(num_layers, -1),
+            strict=True,
+        )
+        return [
+            LayerTotals(
+                kept_E=kept_E,
+                score_sums_E=score_sums_E,
+                rank_load=rank_load,
+                lost_tokens=lost_tokens,
+                margin=sure[0] / sure[1],
+                entropy=sure[2] / sure[3],
+            )
+            for kept_E, score_sums_E, lost_tokens, sure, rank_load in rows
+        ]
