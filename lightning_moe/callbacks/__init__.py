@@ -7,3 +7,18 @@ from lightning_moe.callbacks.load_monitor import ExpertLoadMonitor
 from lightning_moe.callbacks.loss_curve import LossCurve
 from lightning_moe.callbacks.model_table import ModelTable
 from lightning_moe.callbacks.routing_history import read_history
+from lightning_moe.callbacks.routing_trace import RoutingTrace
+from lightning_moe.callbacks.start_from import StartFrom
+
+__all__ = [
+    "ExpertLoadMonitor",
+    "GerrymanderingAlarm",
+    "LayerHealth",
+    "LossCurve",
+    "ModelTable",
+    "NonFiniteGuard",
+    "RouterBiasCorrection",
+    "RoutingTrace",
+    "StartFrom",
+    "read_history",
+]

@@ -81,6 +81,8 @@ def test_a_run_folder_holds_everything(folder: Path) -> None:
         "metrics.csv",
         "loss.png",
         "expert_load.png",
+        "expert_load_history.png",
+        "routing_history.npz",
         "train.log",
         "checkpoints/last.ckpt",
         "checkpoints/best_step2.ckpt",
