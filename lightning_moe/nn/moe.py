@@ -22,6 +22,13 @@ class MoE(nn.Module):
 
     Usable in any module: `y, routing = moe(x)`. No token is dropped.
 
+    Memory, in numbers per token copy, of SwiGLU experts of hidden size F on rows of width W: forward keeps the row (W),
+    [up; gate] (2F) and the output (W), which the gradient of its weight needs; the product F between the matmuls is
+    kept as well, although it could be computed again from [up; gate]. No step of backward can do with less than what
+    later steps read, its incoming gradient and its outgoing one: 3W + 2F while outputs are combined, 2W + 3F in the
+    down projection, W + 5F in the activation, 2W + 2F in the up projection, beside the output (W per token) and the
+    gradients of the weights. The largest of these is the floor; the layer stays within 1.2 of it.
+
     Attributes:
         router: reads the full width D.
         experts: stacked weights of the routed experts.
@@ -78,6 +85,7 @@ class MoE(nn.Module):
         # The shared expert needs no row from elsewhere: it works while they travel.
         shared_TD = None if self.shared is None else self.shared(x_TD)
         sent = dispatcher.receive(flight)
+        del flight  # it may hold rows in an order that nobody needs any more
         y_TD = dispatcher.combine(self.experts(sent.rows_RW, sent.counts_L), weights_TK, sent)
         if self.latent is not None:
             y_TD = self.latent.expand(y_TD)

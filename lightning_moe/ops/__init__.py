@@ -42,7 +42,7 @@ from lightning_moe.ops.load import (
     relative_load,
 )
 from lightning_moe.ops.losses import balance_loss, orthogonality_loss, router_z_loss, z_loss
-from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, reorder
+from lightning_moe.ops.permute import Plan, combine, dot_of_rows, permute, plan_by_expert, reorder
 from lightning_moe.ops.records import Routing, TokenRoutes
 from lightning_moe.ops.rope import apply_rope, rope_angles
 from lightning_moe.ops.top_experts import top_experts
@@ -60,6 +60,7 @@ __all__ = [
     "chunked_cross_entropy",
     "combine",
     "dead_share",
+    "dot_of_rows",
     "drop_rate",
     "entropy_imbalance",
     "gpt_oss_swiglu",

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.ops.permute import dot_of_rows
 
 Overflow = Literal["position", "weight"]
 
@@ -108,8 +109,11 @@ def _sum_of_slots(rows_RD: Tensor, slot_TK: Tensor, weights_TK: Tensor | None) -
     wide = at_least_float32(rows_RD.dtype)
     total_TD = torch.zeros(slot_TK.shape[0], rows_RD.shape[1], dtype=wide, device=rows_RD.device)
     for choice in range(slot_TK.shape[1]):
-        taken_TD = _gathered(rows_RD, slot_TK[:, choice]).to(wide)
-        total_TD += taken_TD if weights_TK is None else taken_TD * weights_TK[:, choice, None]
+        taken_TD = _gathered(rows_RD, slot_TK[:, choice])
+        if weights_TK is None:
+            total_TD += taken_TD
+        else:
+            total_TD.addcmul_(taken_TD, weights_TK[:, choice, None].to(wide))
     return total_TD.to(rows_RD.dtype)
 
 
@@ -140,8 +144,8 @@ class _CombineSlots(torch.autograd.Function):
     def backward(ctx: Context, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_RD, weights_TK, copy_R, slot_TK = ctx.saved_tensors
         grad_RD = _gathered(grad_TD, copy_R // slot_TK.shape[1])
-        wide = at_least_float32(rows_RD.dtype)
-        products_R1 = (rows_RD.to(wide) * grad_RD).sum(dim=-1, keepdim=True, dtype=weights_TK.dtype)
+        products_R = dot_of_rows(rows_RD, grad_RD)
+        products_R1 = products_R.to(weights_TK.dtype).unsqueeze(-1)
         grad_weights_TK = _gathered(products_R1, slot_TK.flatten()).view_as(weights_TK)
         row_weights_R1 = _gathered(weights_TK.view(-1, 1), copy_R)
-        return grad_RD * row_weights_R1.to(grad_RD.dtype), grad_weights_TK, None, None
+        return grad_RD.mul_(row_weights_R1.to(grad_RD.dtype)), grad_weights_TK, None, None

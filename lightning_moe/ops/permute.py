@@ -1,6 +1,7 @@
 """Token copies sorted by expert, and back. Both directions, and both backwards, only gather."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32
+
+# Enough to make wide copies small next to what is kept for backward, few enough for a GPU's launches.
+_NUM_PARTS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +73,19 @@ def combine(
     return y_TD
 
 
+def dot_of_rows(
+    left_ND: Float[Tensor, "N D"], right_ND: Float[Tensor, "N D"]
+) -> Float[Tensor, " N"]:
+    """Dot product of each pair of rows, in at least float32; products exist for few rows at a time."""
+    parts = zip(left_ND.chunk(_NUM_PARTS), right_ND.chunk(_NUM_PARTS), strict=True)
+    return torch.cat([_wide_product(left, right).sum(dim=-1) for left, right in parts])
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    wide = left.to(at_least_float32(left.dtype))
+    return left * right if wide is left else wide.mul_(right)
+
+
 def _sum_of_rows(rows_ND: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """sum_k weights[t, k] * rows[inverse[t, k]], without a (T, K, D) tensor in between."""
     wide = at_least_float32(rows_ND.dtype)
@@ -80,8 +97,11 @@ def _sum_of_rows(rows_ND: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None)
     # Low-precision rows are added up in float32; embedding_bag would round the weights to the rows' type first.
     total_TD = torch.zeros(inverse_TK.shape[0], rows_ND.shape[1], dtype=wide, device=rows_ND.device)
     for choice in range(inverse_TK.shape[1]):
-        taken_TD = rows_ND.index_select(0, inverse_TK[:, choice]).to(wide)
-        total_TD += taken_TD if weights_TK is None else taken_TD * weights_TK[:, choice, None]
+        taken_TD = rows_ND.index_select(0, inverse_TK[:, choice])
+        if weights_TK is None:
+            total_TD += taken_TD
+        else:
+            total_TD.addcmul_(taken_TD, weights_TK[:, choice, None].to(wide))
     return total_TD.to(rows_ND.dtype)
 
 
@@ -113,9 +133,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Context, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_ND, weights_TK, order_N, inverse_TK = ctx.saved_tensors
         grad_ND = grad_TD.index_select(0, order_N // weights_TK.shape[1])
-        wide = at_least_float32(rows_ND.dtype)
-        grad_weights_N = (rows_ND.to(wide) * grad_ND).sum(dim=-1, dtype=weights_TK.dtype)
-        grad_weights_TK = grad_weights_N.index_select(0, inverse_TK.flatten()).view_as(weights_TK)
+        grad_weights_N = dot_of_rows(rows_ND, grad_ND)
+        grad_weights_TK = grad_weights_N.to(weights_TK.dtype)[inverse_TK]
         row_weights_N1 = weights_TK.flatten().index_select(0, order_N).unsqueeze(-1)
         return grad_ND.mul_(row_weights_N1.to(grad_ND.dtype)), grad_weights_TK, None, None
 

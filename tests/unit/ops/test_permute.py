@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe.ops import Plan, combine, permute, plan_by_expert, reorder
+from lightning_moe.ops import Plan, combine, dot_of_rows, permute, plan_by_expert, reorder
 
 IDS = torch.tensor([[2, 0], [2, 1], [0, 2]])
 
@@ -171,3 +171,15 @@ def test_reordering_back_is_the_identity_with_its_gradient(
     inverse = order.argsort()
     assert torch.equal(reorder(reorder(rows, order, inverse), inverse, order), rows)
     assert torch.autograd.gradcheck(lambda rows: reorder(rows, order, inverse), (rows,))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dot_products_of_rows_are_at_least_float32(
+    num_rows: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    left, right = (torch.randn(num_rows, 3, generator=generator).to(dtype) for _ in range(2))
+    found = dot_of_rows(left, right)
+    expected = torch.einsum("nd,nd->n", left.double(), right.double())
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
