@@ -43,23 +43,27 @@ def mxfp8_mm(
     rows: Quantized, weight: Quantized, counts_G: Int[Tensor, " G"], dtype: torch.dtype
 ) -> Tensor:
     """One scale per block of 32, on CUDA with compute capability 10.0 or more."""
-    num_groups, num_columns, _ = weight.scales.shape
-    columns_G = counts_G.new_full((num_groups,), num_columns)
-    weight_scales = tiled_scales(weight.scales.view(torch.uint8).flatten(0, 1), columns_G)
     row_scales = tiled_scales(rows.scales.view(torch.uint8), counts_G)
+    weight_scales = tiled_weight_scales(weight.scales.view(torch.uint8))
     return _scaled_mm(
         rows,
         weight,
         counts_G,
         scales=(
             row_scales.view(torch.float8_e8m0fnu),
-            weight_scales.view(torch.float8_e8m0fnu)[: num_groups * _up(num_columns)].view(
-                num_groups, -1
-            ),
+            weight_scales.view(torch.float8_e8m0fnu),
         ),
         recipe=ScalingType.BlockWise1x32,
         swizzle=SwizzleType.SWIZZLE_32_4_4,
     ).to(dtype)
+
+
+def tiled_weight_scales(scales_GYX: UInt8[Tensor, "G Y X"]) -> Tensor:
+    """As `tiled_scales`, for each group's matrix; (G, bytes of its tiles)."""
+    num_groups, num_columns, _ = scales_GYX.shape
+    counts_G = torch.full((num_groups,), num_columns, device=scales_GYX.device)
+    tiles = tiled_scales(scales_GYX.flatten(0, 1), counts_G)
+    return tiles[: num_groups * _up(num_columns)].reshape(num_groups, -1)
 
 
 def tiled_scales(scales_RX: UInt8[Tensor, "R X"], counts_G: Int[Tensor, " G"]) -> Tensor:
@@ -110,6 +114,6 @@ def _scaled_mm(
         swizzle_b=swizzle,
         offs=counts_G.cumsum(0).to(torch.int32),
         output_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        use_fast_accum=recipe == ScalingType.RowWise,
     )
     return out_RY

@@ -4,6 +4,7 @@ import copy
 import pickle
 from dataclasses import replace
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe.config import FP8Config, MoEConfig
-from lightning_moe.nn import Experts
+from lightning_moe.nn import Experts, MoE
+from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.expert_backend import ExpertSizes
 from lightning_moe.precision import (
     Quantized,
@@ -244,6 +246,34 @@ def test_experts_refuse_before_any_arithmetic_and_name_the_option() -> None:
     experts = _experts("mxfp8", 2, fp8=FP8Config())
     with pytest.raises(ValueError, match=r"model\.moe\.backend=mxfp8 can't.*the device is cpu"):
         experts(torch.ones(3, WIDTH), torch.tensor([1, 2]))
+
+
+@BACKENDS
+def test_recomputation_changes_nothing_exactly(backend: str, generator: torch.Generator) -> None:
+    experts = _experts(backend, 2)
+    rows = torch.randn(5, WIDTH, generator=generator, requires_grad=True)
+    counts = torch.tensor([2, 3])
+    leaves = [rows, *experts.parameters()]
+    plain = torch.autograd.grad(experts(rows, counts).square().sum(), leaves)
+    again = torch.autograd.grad(recomputed(experts, rows, counts).square().sum(), leaves)
+    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+
+
+# torch 2.13 warns of what its own tracer does.
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiler_goes_around_eight_bits(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tracer can't follow the shape checker.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    config = MoEConfig(num_experts=3, hidden_size=HIDDEN, backend="mxfp8", fp8=EMULATED)
+    layer = randomized(MoE(WIDTH, config), generator)
+    x = torch.randn(5, WIDTH, generator=generator, requires_grad=True)
+    (eager,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    torch._dynamo.reset()
+    layer.compile(backend="aot_eager")
+    (compiled,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    torch.testing.assert_close(compiled, eager)
 
 
 # ---- the stores ------------------------------------------------------------------------------------------------

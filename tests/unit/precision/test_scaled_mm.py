@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from lightning_moe.precision import dequantize, quantize_mxfp8, quantize_rowwise
-from lightning_moe.precision.scaled_mm import emulated_mm, tiled_scales
+from lightning_moe.precision.scaled_mm import emulated_mm, tiled_scales, tiled_weight_scales
 
 with warnings.catch_warnings():
     # torchao 0.18 on torch 2.13 registers its enums with a deprecated call.
     warnings.simplefilter("ignore")
-    from torchao.prototype.moe_training.kernels.mxfp8.quant import torch_to_blocked_2d_M_groups
+    from torchao.prototype.moe_training.kernels.mxfp8.quant import (
+        torch_to_blocked_2d_M_groups,
+        torch_to_blocked_per_group_3d,
+    )
     from torchao.prototype.mx_formats.utils import to_blocked
 
 
@@ -47,3 +50,11 @@ def test_tiles_of_one_matrix_equal_those_of_torchao_exactly(generator: torch.Gen
     theirs = to_blocked(scales).flatten()
     ours = tiled_scales(scales, torch.tensor([200])).flatten()
     assert torch.equal(ours[: theirs.numel()], theirs)
+
+
+@pytest.mark.parametrize("columns", [96, 128, 200])
+def test_tiles_of_weight_scales_equal_those_of_torchao_exactly(
+    columns: int, generator: torch.Generator
+) -> None:
+    scales = torch.randint(1, 255, (3, columns, 6), generator=generator, dtype=torch.uint8)
+    assert torch.equal(tiled_weight_scales(scales), torch_to_blocked_per_group_3d(scales))
