@@ -1,0 +1,58 @@
+"""What of the GPU checks runs anywhere: they find faults, say what they skip and refuse to run without a GPU."""
+
+import io
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.gpu import check
+
+CPU = torch.device("cpu")
+TINY = check.Size(tokens=24, width=32, hidden=16, experts=4, top_k=2)
+
+
+def test_signal_to_noise_by_hand() -> None:
+    signal = torch.tensor([3.0, 4.0])
+    assert check.signal_to_noise(torch.tensor([3.0, 4.5]), signal) == pytest.approx(20.0)
+    assert check.signal_to_noise(signal, signal) == math.inf
+    assert check.signal_to_noise(torch.ones(2), torch.zeros(2)) == -math.inf
+    assert math.isnan(check.signal_to_noise(torch.tensor([math.nan, 4.0]), signal))
+
+
+def test_all_checks_run_on_a_cpu_pass_or_say_why_they_were_skipped() -> None:
+    results = check.run(CPU, accuracy_size=TINY, speed_size=TINY)
+    assert not [result for result in results if result.passed is False]
+    by_subject = {(result.check, result.subject): result for result in results}
+    assert by_subject["accuracy", "torch, bfloat16"].passed
+    assert by_subject["accuracy", "loop, float32"].passed
+    skipped = by_subject["speed", "mxfp8"]
+    assert skipped.passed is None
+    assert "model.moe.backend=mxfp8 can't run these experts" in skipped.detail
+    console = Console(file=io.StringIO(), width=150)
+    console.print(check.table(results, title="here"))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    for word in ("here", "passed", "skipped", "TFLOP/s", "dB at worst"):
+        assert word in printed
+
+
+def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = check.step
+
+    def wrong(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> object:
+        result = right(layer, x, gradient)
+        if x.dtype == torch.bfloat16:
+            result["experts.w_down"] = -result["experts.w_down"]
+        return result
+
+    monkeypatch.setattr(check, "step", wrong)
+    found = check.accuracy(TINY, "torch", torch.bfloat16, CPU)
+    assert found.passed is False
+    assert "-6 dB at worst (experts.w_down), 35 needed" in found.detail
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 1
+    assert "needs a CUDA device, and torch sees none here" in capsys.readouterr().err
