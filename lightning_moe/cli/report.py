@@ -1,4 +1,4 @@
-"""`lightning-moe report`: a run folder in, one HTML page out."""
+"""`lightning-moe report`: the folder of a run or a sweep in, one HTML page out."""
 
 import argparse
 import os
@@ -23,11 +23,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-moe report",
         description="Write one HTML page about a run of `lightning-moe train`, finished or not: losses, balance, "
-        "load of every expert and rank, dropped routes, throughput. The page needs no network and no other file.",
+        "load of every expert and rank, dropped routes, throughput; or about all runs of a sweep, with their "
+        "table beside it as sweep.csv. The page needs no network and no other file.",
         epilog="example: lightning-moe report runs/tiny_cpu/2026-01-31_12-00-00",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the run folder")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a run folder, or that of a sweep (`train -m`)"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the page (default: FOLDER/report.html)"
     )
@@ -35,13 +38,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(folder: Path, output: Path | None) -> None:
-    from lightning_moe.report import read_run, run_page  # noqa: PLC0415 - not needed for `--help`
+    from lightning_moe import report  # noqa: PLC0415 - not needed for `--help`
 
-    html = run_page(read_run(folder))
     path = output or folder / "report.html"
+    if not report.is_sweep(folder):
+        _write(path, report.run_page(report.read_run(folder)))
+        return
+    jobs = report.read_sweep(folder)
+    _write(path, report.sweep_page(folder, jobs))
+    _write(path.with_name("sweep.csv"), report.sweep_csv(jobs))
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A browser that reloads while a run goes on never sees half a page.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(html, encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
-    print(f"{path}: {len(html) / 1024:,.0f} KiB")
+    print(f"{path}: {len(text) / 1024:,.0f} KiB")

@@ -53,6 +53,31 @@ def line_chart(
     return _figure(title, _svg(title, summary, HEIGHT, body), _legend(list(lines)))
 
 
+def scatter(
+    title: str, points: dict[str, tuple[float, float]], *, x_label: str, y_label: str
+) -> str:
+    """Points with their names beside them.
+
+    Args:
+        title: the caption.
+        points: by name, across and up.
+        x_label: of the horizontal axis, with its unit.
+        y_label: of the vertical one.
+    """
+    places = np.array(list(points.values()), dtype=np.float64)
+    x = Scale.around(places[:, 0], start=LEFT, end=WIDTH - RIGHT - 12)
+    y = Scale.around(places[:, 1], start=HEIGHT - BOTTOM, end=TOP)
+    body = _axes(x, y, x_label, y_label, whole_x=False)
+    for name, (across, up) in points.items():
+        label = escape(f"{name}: {short(across)}, {short(up)}")
+        body += [
+            f'<circle class="dot c0" cx="{x(across):.1f}" cy="{y(up):.1f}" r="4"><title>{label}</title></circle>',
+            f'<text class="tick" x="{x(across) + 6:.1f}" y="{y(up) - 4:.1f}">{escape(name)}</text>',
+        ]
+    summary = "; ".join(f"{name}: {short(a)}, {short(b)}" for name, (a, b) in points.items())
+    return _figure(title, _svg(title, summary, HEIGHT, body), "")
+
+
 def heat_map(
     title: str,
     values_YX: np.ndarray,
@@ -80,7 +105,7 @@ def heat_map(
     body = [
         f'<image class="cells" x="{LEFT}" y="{TOP}" width="{WIDTH - RIGHT - LEFT}" height="{bottom - TOP}" '
         f'preserveAspectRatio="none" href="data:image/png;base64,{picture}"/>',
-        *_axes(x, y, x_label, y_label, grid=False, whole=True),
+        *_axes(x, y, x_label, y_label, grid=False, whole_y=True),
     ]
     known = values_YX[np.isfinite(values_YX)]
     summary = (
@@ -122,12 +147,19 @@ def _line(name: str, series: Series, x: Scale, y: Scale, colour: int) -> list[st
 
 
 def _axes(
-    x: Scale, y: Scale, x_label: str, y_label: str, *, grid: bool = True, whole: bool = False
+    x: Scale,
+    y: Scale,
+    x_label: str,
+    y_label: str,
+    *,
+    grid: bool = True,
+    whole_y: bool = False,
+    whole_x: bool = True,
 ) -> list[str]:
     left, right, bottom = x.start, x.end, max(y.start, y.end)
     parts = []
     for value in ticks(y.low, y.high):
-        if whole and value != round(value):
+        if whole_y and value != round(value):
             continue
         if grid:
             parts.append(_horizontal("grid", x, y(value)))
@@ -137,7 +169,7 @@ def _axes(
     parts += [
         f'<text class="tick" text-anchor="middle" x="{x(value):.1f}" y="{bottom + 17}">{short(value)}</text>'
         for value in ticks(x.low, x.high, 6)
-        if value == round(value)
+        if not whole_x or value == round(value)
     ]
     middle = (y.start + y.end) / 2
     return [

@@ -8,6 +8,8 @@ import numpy as np
 from lightning_moe.report.series import EMPTY, Series
 
 MAX_COLUMNS = 200
+RECENT_STEPS = 100
+"""What counts as the state at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,9 @@ import numpy as np
 
 from lightning_moe.report.charts import heat_map, line_chart
 from lightning_moe.report.page import NUM_COLOURS, Section, charts, details, table
-from lightning_moe.report.routing import LayerRouting, load_by_time, over_mean
+from lightning_moe.report.routing import RECENT_STEPS, LayerRouting, load_by_time, over_mean
 from lightning_moe.report.scale import short
 from lightning_moe.report.series import Series
-
-RECENT_STEPS = 100
-"""What counts as the state at the end of a run."""
 
 MAX_PICTURES = 8
 """Layers whose load over time is shown at once; the others open on a click."""

@@ -13,13 +13,8 @@ from lightning_moe.report.page import (
     tiles,
     warning,
 )
-from lightning_moe.report.routing import LayerRouting
-from lightning_moe.report.routing_sections import (
-    RECENT_STEPS,
-    by_layer,
-    few_lines,
-    routing_sections,
-)
+from lightning_moe.report.routing import RECENT_STEPS, LayerRouting
+from lightning_moe.report.routing_sections import by_layer, few_lines, routing_sections
 from lightning_moe.report.run import Run
 from lightning_moe.report.scale import percent, short
 from lightning_moe.report.series import Series

@@ -187,7 +187,14 @@ def test_a_multirun_gives_each_job_a_folder_of_its_own(folder: Path) -> None:
     train(
         folder,
         "-m",
+        # Its own values of what it sweeps give way to these, its share of the text to val.txt.
+        "experiment=balance_sweep",
+        "data.val_fraction=null",
         "trainer.max_steps=2",
+        "optim.warmup=1",
+        "optim.decay=1",
+        "model.moe.router.lb_loss_weight=1e-2",
+        "model.moe.router.lb_loss_scope=sequence",
         "model.moe.router.bias_gamma=null,1e-1",
         "hydra.sweep.dir=sweep",
     )
@@ -201,6 +208,14 @@ def test_a_multirun_gives_each_job_a_folder_of_its_own(folder: Path) -> None:
     first, second = (column(folder / "sweep" / number, "train/ce") for number in ("0", "1"))
     assert first[0] == second[0]
     assert first[1] != second[1]
+    assert main(["report", str(folder / "sweep")]) == 0
+    with (folder / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model.moe.router.bias_gamma"] for row in rows] == ["null", "0.1"]
+    assert "model.moe.router.lb_loss_weight" not in rows[0]
+    for row in rows:
+        loss = column(folder / "sweep" / row["job"], "val/ce")[1]
+        assert float(row["validation cross-entropy"]) == pytest.approx(loss, rel=1e-5)
 
 
 def test_evaluate_equals_the_validation_of_the_run(folder: Path) -> None:

@@ -1,0 +1,105 @@
+"""Reads the folder of a Hydra multirun: one job per folder, told apart by the options that vary."""
+
+import csv
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from lightning_moe.report.routing import RECENT_STEPS
+from lightning_moe.report.run import Run, read_run
+
+RESULTS: Final[dict[str, Callable[[Run], float]]] = {
+    "steps": lambda run: float(run.num_steps),
+    "validation cross-entropy": lambda run: run.series("val/ce").last,
+    "bits per byte": lambda run: run.series("val/bits_per_byte").last,
+    "train cross-entropy": lambda run: run.series("train/ce").recent_median(),
+    "busiest expert / mean": lambda run: run.series("train/load_max_over_mean").recent_median(),
+    "balance loss": lambda run: run.series("train/balance_loss").recent_median(),
+    "dead experts": lambda run: (
+        float(sum(len(layer.dead_experts(RECENT_STEPS)) for layer in run.routing))
+        if run.routing
+        else math.nan
+    ),
+    "tokens per second": lambda run: run.series("train/tokens_per_second").recent_median(),
+}
+"""What is told of every job; NaN where it was not logged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One run of a sweep.
+
+    Attributes:
+        name: of its folder, Hydra's job number.
+        options: the overrides that differ between jobs, by key.
+        results: one number per entry of `RESULTS`; all NaN where nothing could be read.
+        run: None where nothing could be read.
+        problem: why.
+    """
+
+    name: str
+    options: dict[str, str]
+    results: dict[str, float]
+    run: Run | None
+    problem: str = ""
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether Hydra ran several jobs into this folder."""
+    return (folder / "multirun.yaml").is_file()
+
+
+def read_sweep(folder: Path) -> list[Job]:
+    """All jobs in their order, also those that failed or have not logged anything yet.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    folders = sorted(
+        (path for path in folder.iterdir() if (path / ".hydra" / "overrides.yaml").is_file()),
+        key=lambda path: (len(path.name), path.name),
+    )
+    if not folders:
+        raise FileNotFoundError(f"{folder} is a sweep, but none of its jobs has started yet")
+    overrides = [_overrides(path / ".hydra" / "overrides.yaml") for path in folders]
+    keys = dict.fromkeys(key for given in overrides for key in given)
+    varied = [key for key in keys if len({given.get(key) for given in overrides}) > 1]
+    return [
+        _job(path, {key: given.get(key, "") for key in varied})
+        for path, given in zip(folders, overrides, strict=True)
+    ]
+
+
+def sweep_csv(jobs: list[Job]) -> str:
+    """The table of all jobs: number, options that vary, results (empty where unknown)."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["job", *jobs[0].options, *RESULTS])
+    for job in jobs:
+        numbers = ["" if math.isnan(value) else f"{value:.6g}" for value in job.results.values()]
+        writer.writerow([job.name, *job.options.values(), *numbers])
+    return text.getvalue()
+
+
+def _job(folder: Path, options: dict[str, str]) -> Job:
+    try:
+        run = read_run(folder)
+    except (OSError, ValueError) as error:
+        nothing = dict.fromkeys(RESULTS, math.nan)
+        return Job(name=folder.name, options=options, results=nothing, run=None, problem=str(error))
+    results = {name: result(run) for name, result in RESULTS.items()}
+    return Job(name=folder.name, options=options, results=results, run=run)
+
+
+def _overrides(path: Path) -> dict[str, str]:
+    try:
+        words = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    pairs = (str(word).partition("=") for word in words or [])
+    return {key.lstrip("+"): value for key, _, value in pairs}

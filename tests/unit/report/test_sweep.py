@@ -1,0 +1,86 @@
+"""A sweep of jobs made by hand: its table, what each option does, jobs that failed."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from lightning_moe.cli import main
+from lightning_moe.report import is_sweep, read_sweep, sweep_page
+from tests.unit.report.run_folder import make_run
+
+JOBS = {
+    "0": (["experiment=x", "model.moe.router.lb_loss_weight=0.1", "seed=0"], 2.5, 1.5),
+    "1": (["experiment=x", "model.moe.router.lb_loss_weight=0.1", "seed=1"], 2.75, 1.25),
+    "2": (["experiment=x", "model.moe.router.lb_loss_weight=0.3", "seed=0"], 3.5, 1.125),
+    "10": (["experiment=x", "model.moe.router.lb_loss_weight=0.3", "seed=1"], None, None),
+}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    folder = tmp_path / "SWEEP"
+    for name, (overrides, loss, load) in JOBS.items():
+        (folder / name / ".hydra").mkdir(parents=True)
+        lines = "".join(f"- {word}\n" for word in overrides)
+        (folder / name / ".hydra" / "overrides.yaml").write_text(lines)
+        if loss is not None:
+            metrics = f"epoch,step,train/load_max_over_mean,val/ce\n0,7,{load},{loss}\n"
+            make_run(folder / name, metrics=metrics, history=None)
+    (folder / "multirun.yaml").write_text("hydra: {}\n")
+    return folder
+
+
+def test_jobs_are_told_apart_by_the_options_that_vary(sweep: Path) -> None:
+    assert is_sweep(sweep)
+    jobs = read_sweep(sweep)
+    assert [job.name for job in jobs] == ["0", "1", "2", "10"]
+    assert jobs[2].options == {"model.moe.router.lb_loss_weight": "0.3", "seed": "0"}
+    assert jobs[2].results["validation cross-entropy"] == 3.5
+    assert jobs[2].results["steps"] == 8
+    assert jobs[3].run is None
+    assert "has no metrics.csv" in jobs[3].problem
+
+
+def test_the_command_recognises_a_sweep_and_writes_page_and_table(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(sweep)]) == 0
+    assert f"{sweep / 'report.html'}: " in capsys.readouterr().out
+    with (sweep / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["job"] for row in rows] == ["0", "1", "2", "10"]
+    assert [row["seed"] for row in rows] == ["0", "1", "0", "1"]
+    assert [row["validation cross-entropy"] for row in rows] == ["2.5", "2.75", "3.5", ""]
+    assert [row["busiest expert / mean"] for row in rows] == ["1.5", "1.25", "1.125", ""]
+    assert rows[0]["tokens per second"] == ""
+
+
+def test_the_page_shows_runs_means_of_each_option_and_what_failed(sweep: Path) -> None:
+    html = sweep_page(sweep, read_sweep(sweep))
+    assert "<td>lb_loss_weight=0.1</td><td>2</td><td>2.625</td>" in html
+    # The mean of one run: the other has no numbers.
+    assert "<td>lb_loss_weight=0.3</td><td>2</td><td>3.5</td>" in html
+    assert "<td>seed=0</td><td>2</td><td>3</td>" in html
+    assert "job 10: " in html
+    assert 'aria-label="Validation loss over load. 0: 1.5, 2.5; 1: 1.25, 2.75; 2: 1.125, 3.5"' in (
+        html
+    )
+    assert 'aria-label="Validation cross-entropy. job 0: 2.5 to 2.5; ' in html
+    assert "http" not in html
+
+
+def test_a_sweep_in_which_no_job_has_started_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "multirun.yaml").touch()
+    assert main(["report", str(tmp_path)]) == 1
+    assert "none of its jobs has started yet" in capsys.readouterr().err
+
+
+def test_a_job_with_damaged_files_does_not_hide_the_others(sweep: Path) -> None:
+    (sweep / "1" / "metrics.csv").write_text("nonsense\n")
+    jobs = read_sweep(sweep)
+    assert jobs[1].run is None
+    assert "is damaged" in jobs[1].problem
+    assert jobs[0].results["validation cross-entropy"] == 2.5
