@@ -8,16 +8,18 @@ import numpy as np
 from lightning_moe.report.series import EMPTY, Series
 
 MAX_COLUMNS = 200
-RECENT_STEPS = 100
-"""What counts as the state at the end of a run."""
+RECENT = 100
+"""Records of the history that count as the state at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRouting:
-    """One MoE layer over S recorded optimizer steps; a field is None where the run did not record it.
+    """One MoE layer over S records of the history, each of one or several optimizer steps.
+
+    A field is None where the run did not record it.
 
     Attributes:
-        steps: (S,).
+        steps: (S,) the last step of each record.
         requested_SE, kept_SE: token copies asked of each expert, and computed by it.
         rank_load_SR: token copies that each expert rank computed.
         balance_S: the balance loss without its weight; 1 is even load.
@@ -39,13 +41,13 @@ class LayerRouting:
         """Experts of the layer."""
         return int(self.requested_SE.shape[1])
 
-    def recent_load_E(self, num_steps: int) -> np.ndarray:
-        """Load over mean load of each expert, summed over the last `num_steps` steps."""
-        return over_mean(self.requested_SE[-num_steps:].sum(axis=0))
+    def recent_load_E(self, num_records: int) -> np.ndarray:
+        """Load over mean load of each expert, summed over the last `num_records` records."""
+        return over_mean(self.requested_SE[-num_records:].sum(axis=0))
 
-    def dead_experts(self, num_steps: int) -> list[int]:
-        """Experts that no token asked for in the last `num_steps` steps."""
-        return np.flatnonzero(self.requested_SE[-num_steps:].sum(axis=0) == 0).tolist()
+    def dead_experts(self, num_records: int) -> list[int]:
+        """Experts that no token asked for in the last `num_records` records."""
+        return np.flatnonzero(self.requested_SE[-num_records:].sum(axis=0) == 0).tolist()
 
     def dropped_share_S(self) -> np.ndarray:
         """Share of the requested routes that were not computed, by step; empty if not recorded."""
@@ -78,11 +80,7 @@ def load_by_time(layer: LayerRouting) -> np.ndarray:
 
 
 def read_layers(history: Mapping[str, np.ndarray]) -> list[LayerRouting]:
-    """The layers in the arrays of a routing history, in the order of the model.
-
-    Raises:
-        ValueError: if arrays of one layer don't have one row per step.
-    """
+    """The layers in the arrays of `callbacks.read_history`, in the order of the model."""
     steps = history.get("steps", np.zeros(0, dtype=np.int64))
     layers: list[LayerRouting] = []
     while (requested := history.get(f"requested_{len(layers)}")) is not None:
@@ -98,10 +96,5 @@ def read_layers(history: Mapping[str, np.ndarray]) -> list[LayerRouting]:
                 ("lost_tokens_S", "lost_tokens"),
             )
         }
-        for name, values in {"requested": requested, **optional}.items():
-            if values is not None and len(values) != len(steps):
-                raise ValueError(
-                    f"{name} of layer {number} has {len(values)} rows for {len(steps)} steps"
-                )
         layers.append(LayerRouting(steps=steps, requested_SE=requested, **optional))
     return layers if len(steps) else []

@@ -4,7 +4,7 @@ import numpy as np
 
 from lightning_moe.report.charts import heat_map, line_chart
 from lightning_moe.report.page import NUM_COLOURS, Section, charts, details, table
-from lightning_moe.report.routing import RECENT_STEPS, LayerRouting, load_by_time, over_mean
+from lightning_moe.report.routing import RECENT, LayerRouting, load_by_time, over_mean
 from lightning_moe.report.scale import short
 from lightning_moe.report.series import Series
 
@@ -59,12 +59,12 @@ def few_lines(lines: dict[str, Series]) -> dict[str, Series]:
 def _load(layers: list[LayerRouting]) -> Section:
     content = ""
     if layers:
-        loads = [layer.recent_load_E(RECENT_STEPS) for layer in layers]
+        loads = [layer.recent_load_E(RECENT) for layer in layers]
         picture = np.full((len(loads), max(map(len, loads))), np.nan)
         for row, load_E in zip(picture, loads, strict=True):
             row[: len(load_E)] = load_E
         picture_of_all = heat_map(
-            f"Load over the last {min(RECENT_STEPS, len(layers[0].steps))} recorded steps",
+            f"Load over the last {min(RECENT, len(layers[0].steps))} records",
             picture,
             y_label="MoE layer",
             x_label="expert",
@@ -131,16 +131,16 @@ def _dead_experts(layers: list[LayerRouting]) -> Section:
         rows = [
             [str(number), f"{len(dead)} of {layer.num_experts}", _listed(dead)]
             for number, layer in enumerate(layers)
-            if (dead := layer.dead_experts(RECENT_STEPS))
+            if (dead := layer.dead_experts(RECENT))
         ]
-        steps = min(RECENT_STEPS, len(layers[0].steps))
+        num_records = min(RECENT, len(layers[0].steps))
         names = (
-            table(["layer", f"dead in the last {steps} steps", "which"], rows)
+            table(["layer", f"dead in the last {num_records} records", "which"], rows)
             if rows
-            else f"<p>No expert was without a token in all of the last {steps} recorded steps.</p>"
+            else f"<p>No expert was without a token in all of the last {num_records} records.</p>"
         )
         content = charts(
-            line_chart("Experts without a token in a step", lines, y_label="experts"), names
+            line_chart("Experts without a token, by record", lines, y_label="experts"), names
         )
     return Section(
         name="dead-experts",
@@ -172,7 +172,7 @@ def _drops(layers: list[LayerRouting]) -> Section:
         ]
         if lost:
             parts.append(
-                line_chart("Tokens that lost all their routes", lost, y_label="tokens per step")
+                line_chart("Tokens that lost all their routes", lost, y_label="tokens per record")
             )
         content = charts(*parts)
     return Section(
@@ -199,7 +199,7 @@ def _ranks(layers: list[LayerRouting]) -> Section:
             if layer.rank_load_SR is not None
         }
         sums = sum(
-            layer.rank_load_SR[-RECENT_STEPS:].sum(axis=0)
+            layer.rank_load_SR[-RECENT:].sum(axis=0)
             for _, layer in spread
             if layer.rank_load_SR is not None
         )
@@ -209,7 +209,7 @@ def _ranks(layers: list[LayerRouting]) -> Section:
                 "Busiest rank over the mean", few_lines(lines), y_label="max / mean", reference=1.0
             ),
             table(
-                ["expert rank", "load / mean, all layers, recent steps"],
+                ["expert rank", "load / mean, all layers, recent records"],
                 [[str(rank), short(float(load))] for rank, load in enumerate(loads)],
             ),
         )

@@ -1,8 +1,6 @@
 """Reads the folder of a run: its metrics, its options, and how its tokens were routed."""
 
 import csv
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +9,11 @@ from typing import Final
 import numpy as np
 import yaml
 
+from lightning_moe.callbacks.routing_history import HISTORY_FILE, read_history
 from lightning_moe.report.routing import LayerRouting, read_layers
 from lightning_moe.report.series import EMPTY, Series
 
 METRICS: Final = "metrics.csv"
-HISTORY: Final = "routing_history.npz"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,15 +105,8 @@ def read_routing(folder: Path) -> list[LayerRouting]:
     Raises:
         ValueError: if the file is damaged.
     """
-    path = folder / HISTORY
-    if not path.is_file():
-        return []
-    try:
-        # Opened here: numpy leaves the file of a damaged archive open.
-        with path.open("rb") as file, np.load(file) as arrays:
-            return read_layers(dict(arrays))
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    path = folder / HISTORY_FILE
+    return read_layers(read_history(path)) if path.is_file() else []
 
 
 def _series(points: Mapping[int, float]) -> Series:

@@ -13,7 +13,7 @@ from lightning_moe.report.page import (
     tiles,
     warning,
 )
-from lightning_moe.report.routing import RECENT_STEPS, LayerRouting
+from lightning_moe.report.routing import RECENT, LayerRouting
 from lightning_moe.report.routing_sections import by_layer, few_lines, routing_sections
 from lightning_moe.report.run import Run
 from lightning_moe.report.scale import percent, short
@@ -101,7 +101,7 @@ def _model_words(run: Run) -> str:
 
 
 def _routing_numbers(layers: list[LayerRouting]) -> list[tuple[str, str, str]]:
-    dead = sum(len(layer.dead_experts(RECENT_STEPS)) for layer in layers)
+    dead = sum(len(layer.dead_experts(RECENT)) for layer in layers)
     total = sum(layer.num_experts for layer in layers)
     numbers = [("dead experts", f"{dead}", f"of {total} in {len(layers)} layers")]
     kept = [layer.kept_SE.sum() for layer in layers if layer.kept_SE is not None]
