@@ -2,22 +2,39 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_moe.precision.formats import Quantized
 
 Quantize = Callable[[Tensor], Quantized]
 
 
+class _OptimizerSteps:
+    """Counts the steps of all optimizers in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+
+# torch 2.13's fused optimizers change a tensor and leave its version as it was.
+_STEPS: Final = _OptimizerSteps()
+register_optimizer_step_post_hook(_STEPS)
+
+
 class WeightStore:
     """Keeps both layouts of one weight until that changes: once per optimizer step, whatever the accumulation.
 
-    A change is seen by the tensor's version, which every in-place operation raises, and by its identity and memory.
-    Writing through `weight.data` leaves no trace: call `forget` after it. Copies and pickles start empty, and
-    nothing here is in a state dict.
+    Every optimizer step counts as a change. Others are seen by the tensor's version, which in-place operations raise,
+    and by its identity and memory. Writing through `weight.data` leaves no trace: call `forget` after it. Copies and
+    pickles start empty, and nothing here is in a state dict.
 
     Bytes per weight with MXFP8: 2 * 33/32.
 
@@ -35,7 +52,8 @@ class WeightStore:
         """The weight quantized along Y, shape (G, X, Y), and along X, shape (G, Y, X)."""
         if weight_GXY.is_inference():  # has no version
             return self._quantized(weight_GXY)
-        state = (weight_GXY._version, weight_GXY.data_ptr(), weight_GXY.dtype, weight_GXY.device)
+        memory = (weight_GXY.data_ptr(), weight_GXY.dtype, weight_GXY.device)
+        state = (_STEPS.count, weight_GXY._version, *memory)
         known = self._weight is not None and self._weight() is weight_GXY
         if self._layouts is None or not known or self._state != state:
             self._layouts = self._quantized(weight_GXY)

@@ -64,6 +64,28 @@ def test_the_plugin_is_the_backend_in_the_config_and_the_base_as_precision(
         )
 
 
+class _Followed(L.Callback):
+    """Whether experts have computed with their present weights, after each step."""
+
+    def __init__(self) -> None:
+        self.fresh: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: MoEModule, *_: object) -> None:
+        """Compute once with what they have kept, and once without."""
+        experts = pl_module.moe_layers[0].experts
+        rows, counts = torch.ones(4, 32), torch.ones(4, dtype=torch.int64)
+        kept = experts(rows, counts)
+        experts.backend.forget()
+        self.fresh.append(torch.equal(kept, experts(rows, counts)))
+
+
+def test_quantized_weights_follow_the_optimizer(tmp_path: Path) -> None:
+    followed = _Followed()
+    trainer = make_trainer(tmp_path, callbacks=[followed], plugins=[MoEPrecision(**MXFP8)])
+    trainer.fit(_module(), make_loader(BATCHES), make_loader(BATCHES[:1]))
+    assert followed.fresh == [True] * len(BATCHES)
+
+
 def test_experts_run_on_what_their_config_says_after_the_fit(tmp_path: Path) -> None:
     module = _module()
     _fit(tmp_path, module, plugins=[MoEPrecision(**MXFP8)])

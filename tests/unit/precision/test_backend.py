@@ -310,16 +310,23 @@ def _plain(experts: Experts) -> Tensor:
     return _forward(fresh)
 
 
-def test_weights_are_quantized_once_per_optimizer_step(counted: tuple[Experts, _Counted]) -> None:
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_weights_are_quantized_once_per_optimizer_step(
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, bool],
+    counted: tuple[Experts, _Counted],
+) -> None:
     experts, count = counted
-    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1)
-    for step in range(3):
+    optimizer = kind(experts.parameters(), lr=0.1, **options)
+    for _ in range(3):
         for _ in range(4):
-            _forward(experts).sum().backward()
+            out = _forward(experts)
+            assert torch.equal(out, _plain(experts))
+            out.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert count.calls == 2 * (step + 1)
-    assert torch.equal(_forward(experts), _plain(experts))
+    assert count.calls == 2 * 3
 
 
 @torch.no_grad()
