@@ -63,7 +63,7 @@ def config() -> TransformerConfig:
             router=RouterConfig(
                 top_k=2,
                 lb_loss_weight=0.1,
-                lb_loss_scope="sequence",
+                lb_loss_scope="lagged",
                 z_loss_weight=1e-2,
                 bias_gamma=1e-2,
             ),
