@@ -13,6 +13,7 @@ from lightning_moe.ops import load_max_over_mean
 from tests.parity import hf
 
 Kind = Literal["ours", "theirs", "dense"]
+Work = Literal["forward", "forward + backward", "training step"]
 
 SEED: Final = 0
 
@@ -41,6 +42,7 @@ class Contestant:
         x, gradient: input, and the gradient of the output.
         weights_hash: of the weights read back from the layer; of nothing for a dense layer.
         load_max_over_mean: how uneven the router was, where the layer says so.
+        optimizer: AdamW over the layer's parameters, as torch has it by default.
     """
 
     layer: Callable[[Tensor], Tensor]
@@ -49,6 +51,7 @@ class Contestant:
     gradient: Tensor
     weights_hash: str
     load_max_over_mean: float | None
+    optimizer: torch.optim.Optimizer
 
     @property
     def inputs_hash(self) -> str:
@@ -60,6 +63,16 @@ class Contestant:
         y = self.layer(self.x)
         y.backward(self.gradient)
         return y
+
+    def do(self, work: Work) -> None:
+        """Without gradients, with them, or with an AdamW step as well; with other weights each time then."""
+        if work == "forward":
+            with torch.no_grad():
+                self.layer(self.x)
+            return
+        self.step()
+        if work == "training step":
+            self.optimizer.step()
 
     def forget_gradients(self) -> None:
         """As an optimizer's zero_grad does between steps."""
@@ -96,9 +109,12 @@ def build(kind: Kind, family: hf.Family, shape: Shape) -> Contestant:
         # As many multiplications as a token meets in its K experts, the router not counted.
         module = layer = MLP(sizes.d_model, sizes.top_k * sizes.hidden_size)
     hashed = () if held is None else (held.router, held.gate, held.up, held.down)
+    parameters = tuple(module.train().parameters())
     return Contestant(
         layer=layer,
-        parameters=tuple(module.train().parameters()),
+        parameters=parameters,
+        # So small a rate that the routing of all rounds stays that of the first.
+        optimizer=torch.optim.AdamW(parameters, lr=1e-9, weight_decay=0.0),
         x=x,
         gradient=gradient,
         weights_hash=fingerprint(*hashed) if hashed else "",

@@ -1,8 +1,9 @@
 """How fast our layer is next to those of transformers: `python -m tests.peers.speed`.
 
-One forward and backward of a layer in float32 on the CPU. All contestants of a shape have the same weights and
-tokens and must give the same output and gradient; otherwise there is no ratio. Each is a process of its own, and they
-take turns: a ratio compares neighbours in time, and the median is over rounds.
+Forward alone, forward and backward, and a whole training step with AdamW, of a layer in float32 on the CPU. All
+contestants of a shape have the same weights and tokens and must give the same output and gradient; otherwise there is
+no ratio. Each is a process of its own, and they take turns: a ratio compares neighbours in time, and the median is over
+rounds.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.parity import hf
-from tests.peers.contestants import Shape
+from tests.peers.contestants import Shape, Work
 from tests.peers.worker import CLOCKS, Clock, Entry, Facts, Worker
 
 # Float32 sums in another order; a token that went to another expert would differ by far more.
@@ -69,6 +70,7 @@ class Row:
     """
 
     shape: str
+    work: Work
     routing: str
     load_max_over_mean: float
     comparison: str
@@ -114,11 +116,12 @@ def race(
         for shape in shapes:
             facts = {entry: worker.prepare(shape) for entry, worker in workers.items()}
             differences = [difference(pair, facts[pair.ours], facts[pair.other]) for pair in pairs]
-            seconds = _take_turns(workers, num_rounds)
-            rows += [
-                _row(shape, pair, facts[pair.ours], seconds, apart)
-                for pair, apart in zip(pairs, differences, strict=True)
-            ]
+            for work in get_args(Work):
+                seconds = _take_turns(workers, work, num_rounds)
+                rows += [
+                    _row(shape, work, pair, facts[pair.ours], seconds, apart)
+                    for pair, apart in zip(pairs, differences, strict=True)
+                ]
     return rows
 
 
@@ -145,19 +148,22 @@ def _relative(ours: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(ours - other).max() / np.abs(other).max())
 
 
-def _take_turns(workers: dict[Entry, Worker], num_rounds: int) -> dict[Entry, list[float]]:
-    """Seconds per step of every entry in every round; every other round goes backwards."""
+def _take_turns(
+    workers: dict[Entry, Worker], work: Work, num_rounds: int
+) -> dict[Entry, list[float]]:
+    """Seconds of every entry in every round; every other round goes backwards."""
     seconds: dict[Entry, list[float]] = {entry: [] for entry in workers}
     order = list(workers)
     for _ in range(num_rounds):
         for entry in order:
-            seconds[entry].append(workers[entry].seconds_per_step())
+            seconds[entry].append(workers[entry].seconds(work))
         order.reverse()
     return seconds
 
 
 def _row(
     shape: Shape,
+    work: Work,
     pair: Comparison,
     facts: Facts,
     seconds: dict[Entry, list[float]],
@@ -168,6 +174,7 @@ def _row(
     assert facts.load_max_over_mean is not None
     return Row(
         shape=str(shape),
+        work=work,
         routing=ROUTING,
         load_max_over_mean=facts.load_max_over_mean,
         comparison=pair.title,
@@ -185,7 +192,7 @@ def _row(
 def table(rows: Sequence[Row], *, num_rounds: int, num_threads: int, clock: Clock) -> Table:
     """The rows for people; a ratio above 1 says that ours is faster."""
     title = (
-        f"MoE layer, forward + backward, float32, {clock} time, {num_threads} threads, "
+        f"MoE layer, float32, {clock} time, {num_threads} threads, "
         f"median and range of {num_rounds} interleaved rounds"
     )
     if num_rounds < ENOUGH_ROUNDS:
@@ -196,18 +203,19 @@ def table(rows: Sequence[Row], *, num_rounds: int, num_threads: int, clock: Cloc
         "defaults: ours keeps freed memory, theirs doesn't. Routing records included in ours."
     )
     result = Table(title=title, caption=caption)
-    for name in ("shape", "load max/mean", "against", "other / ours", "range", "ours ms"):
+    for name in ("shape", "load max/mean", "work", "against", "other / ours", "range", "ours ms"):
         result.add_column(name)
     for name in ("other ms", "apart", "inputs", "weights"):
         result.add_column(name)
     previous = None
     for row in rows:
-        if previous not in (None, row.shape):
+        if previous not in (None, (row.shape, row.work)):
             result.add_section()
-        previous = row.shape
+        previous = row.shape, row.work
         result.add_row(
             row.shape,
             f"{row.load_max_over_mean:.2f}",
+            row.work,
             row.comparison,
             f"{row.ratio:.2f}",
             f"{row.lowest:.2f} - {row.highest:.2f}",
@@ -236,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     rows = race(SHAPES[options.shapes], **how)
     console = Console()
-    console.width = max(console.width, 170)
+    console.width = max(console.width, 190)
     console.print(table(rows, **how))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))

@@ -15,7 +15,7 @@ import torch
 
 from lightning_moe.cli.memory import keep_freed_memory
 from tests.parity import hf
-from tests.peers.contestants import Contestant, Kind, Shape, build
+from tests.peers.contestants import Contestant, Kind, Shape, Work, build
 
 Allocator = Literal["kept", "default"]
 Clock = Literal["wall", "cpu"]
@@ -66,11 +66,11 @@ class Worker:
         """Build the contestant in this shape and run it once."""
         return self._ask(shape)
 
-    def seconds_per_step(self) -> float:
-        """Mean over a few steps, after one that is not counted."""
-        return self._ask(None)
+    def seconds(self, work: Work) -> float:
+        """Mean over a few times, after one that is not counted."""
+        return self._ask(work)
 
-    def _ask(self, request: Shape | None) -> Any:  # noqa: ANN401 - see the two callers
+    def _ask(self, request: Shape | Work) -> Any:  # noqa: ANN401 - see the two callers
         self._connection.send(request)
         try:
             return self._connection.recv()
@@ -97,15 +97,15 @@ def _serve(connection: Connection, entry: Entry, num_threads: int, clock: Clock)
     contestant: Contestant | None = None
     while True:
         try:
-            shape = connection.recv()
+            request = connection.recv()
         except EOFError:
             return
-        if shape is None:
-            assert contestant is not None
-            connection.send(_measure(contestant, CLOCKS[clock]))
-        else:
-            contestant = build(entry.kind, entry.family, shape)
+        if isinstance(request, Shape):
+            contestant = build(entry.kind, entry.family, request)
             connection.send(_facts(contestant))
+        else:
+            assert contestant is not None
+            connection.send(_measure(contestant, request, CLOCKS[clock]))
 
 
 def _facts(contestant: Contestant) -> Facts:
@@ -120,14 +120,14 @@ def _facts(contestant: Contestant) -> Facts:
     )
 
 
-def _measure(contestant: Contestant, now: Callable[[], float]) -> float:
+def _measure(contestant: Contestant, work: Work, now: Callable[[], float]) -> float:
     contestant.forget_gradients()
-    contestant.step()
+    contestant.do(work)
     seconds, steps = 0.0, 0
     while seconds < MIN_SECONDS:
         contestant.forget_gradients()
         start = now()
-        contestant.step()
+        contestant.do(work)
         seconds += now() - start
         steps += 1
     return seconds / steps
