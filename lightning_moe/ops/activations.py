@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Float
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
+
+_BLOCK_NUMBERS: Final = 2**18
 
 
 def swiglu(up_gate_RP: Float[Tensor, "R P"]) -> Float[Tensor, "R F"]:
@@ -56,23 +58,37 @@ def activation_function(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """One saved tensor instead of three; the gradient is written in place, without another buffer."""
+    """One saved tensor instead of three; the gradient is written in place, without another buffer.
+
+    Block by block on a CPU, so that what one operation writes is still in the cache when the next one reads it.
+    """
 
     @staticmethod
     def forward(ctx: Context, up_gate_RP: Tensor) -> Tensor:
         ctx.save_for_backward(up_gate_RP)
-        up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate_RF).mul_(up_RF)
+        num_rows, packed = up_gate_RP.shape
+        hidden_RF = up_gate_RP.new_empty(num_rows, packed // 2)
+        for given, hidden in zip(*_blocks(up_gate_RP, hidden_RF), strict=True):
+            up, gate = given.chunk(2, dim=-1)
+            torch.ops.aten.silu.out(gate, out=hidden).mul_(up)
+        return hidden_RF
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad_RF: Tensor) -> Tensor:
         (up_gate_RP,) = ctx.saved_tensors
-        up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
         grad_RP = torch.empty_like(up_gate_RP)
-        grad_up_RF, grad_gate_RF = grad_RP.chunk(2, dim=-1)
-        torch.mul(grad_RF, up_RF, out=grad_up_RF)
-        torch.ops.aten.silu_backward.grad_input(grad_up_RF, gate_RF, grad_input=grad_gate_RF)
-        torch.ops.aten.silu.out(gate_RF, out=grad_up_RF)
-        grad_up_RF.mul_(grad_RF)
+        for given, grad, result in zip(*_blocks(up_gate_RP, grad_RF, grad_RP), strict=True):
+            up, gate = given.chunk(2, dim=-1)
+            grad_up, grad_gate = result.chunk(2, dim=-1)
+            torch.mul(grad, up, out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad_up, gate, grad_input=grad_gate)
+            torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
         return grad_RP
+
+
+def _blocks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Each tensor cut into the same runs of rows: on a CPU of so many numbers that a few of them fit its cache."""
+    first = tensors[0]
+    rows = len(first) if first.device.type != "cpu" else _BLOCK_NUMBERS // first.shape[1]
+    return [tensor.split(max(1, rows)) for tensor in tensors]
