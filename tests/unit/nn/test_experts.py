@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_moe.config import MoEConfig
 from lightning_moe.nn import Experts
+from tests import reference
 from tests.unit.nn.randomized import randomized
 
 COUNTS = torch.tensor([2, 0, 3])
@@ -58,6 +61,50 @@ def test_auto_takes_torch_where_it_can() -> None:
     assert torch.equal(auto(rows, COUNTS), _experts("torch")(rows, COUNTS))
     said = "expert backend: auto takes torch in torch.float32 on cpu"
     assert auto.backend.account(auto.sizes()) == said
+
+
+def test_a_backend_whose_package_is_missing_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"backend=grouped_gemm can't.*is not installed"):
+        _experts("grouped_gemm")(torch.zeros(5, 8), COUNTS)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([0, 0, 1, 2, 3, 9]), min_size=1, max_size=6),
+    backend=st.sampled_from(["loop", "torch"]),
+    activation=st.sampled_from(["swiglu", "relu2", "gpt_oss_swiglu"]),
+    bias=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_every_backend_equals_float64_with_all_gradients(
+    counts: list[int], backend: str, activation: str, bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    config = MoEConfig(
+        num_experts=len(counts),
+        hidden_size=4,
+        backend=backend,
+        activation=activation,
+        expert_bias=bias,
+    )
+    experts = randomized(Experts(8, config), generator)
+    rows = torch.randn(sum(counts), 8, generator=generator, requires_grad=True)
+    upstream = torch.randn(sum(counts), 8, generator=generator)
+    out = experts(rows, torch.tensor(counts))
+    leaves = [rows, *experts.parameters()]
+    ours = [out, *torch.autograd.grad(out, leaves, upstream)]
+    names = [f"experts.{name}" for name, _ in experts.named_parameters()]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    weights = dict(zip(names, exact[1:], strict=True))
+    of_row = [e for e, count in enumerate(counts) for _ in range(count)]
+    tokens = [
+        reference.expert(row, weights, e, config) for row, e in zip(exact[0], of_row, strict=True)
+    ]
+    wanted = torch.stack(tokens) if tokens else exact[0] * 1
+    gradients = torch.autograd.grad(wanted, exact, upstream.double(), materialize_grads=True)
+    for got, want in zip(ours, [wanted, *gradients], strict=True):
+        # Products of a few numbers near 1, in float32.
+        torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_autocast_decides_the_type_of_the_matmuls() -> None:
