@@ -41,7 +41,8 @@ def step_router_losses(module: L.LightningModule, records: Sequence[Routing]) ->
 
     Raises:
         ValueError: if there isn't one record per layer, or the module lacks what a scope needs.
-        RuntimeError: if the step before was never closed, or `exact` can't look ahead.
+        RuntimeError: if the step before was never closed, the micro-batch before never added, or `exact` can't look
+            ahead.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     if len(layers) != len(records):
@@ -123,8 +124,15 @@ def _needed_window(module: L.LightningModule, layers: Sequence[MoE]) -> StepWind
             "routing_step(batch, batch_idx) that gives the routing records of a batch; write one, or choose "
             "accumulated or lagged"
         )
-    if beyond:
+    if window is not None and beyond:
         refuse_unclosed(module)
+        if window.awaits:
+            raise RuntimeError(
+                f"model.moe.router.lb_loss_scope={beyond[0]!r} needs every micro-batch of a step, and the one before "
+                "was not added: after step_router_losses, call `self.window.add(...)` or `self.window.record(...)` "
+                "with the same records"
+            )
+        window.awaits = True
     return StepWindow() if window is None else window
 
 

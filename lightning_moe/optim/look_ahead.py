@@ -1,5 +1,6 @@
 """The batches that an optimizer step has still to come, before the Trainer hands them out."""
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +35,7 @@ class LookAhead:
     def peek(self, number: int) -> list[Any]:
         """The next `number` items, or as many as there are."""
         while len(self._waiting) < number:
-            position = self._position()
+            position = copy.deepcopy(self._position())
             try:
                 self._waiting.append((next(self._iterator), position))
             except StopIteration:

@@ -50,7 +50,8 @@ class StepWindow:
         previous: per MoE layer, the token copies asked of each expert in the last closed step, over all ranks; what
             the balance scope `lagged` uses. None before the first step.
         foreseen: the same for the step in progress, by number of the layer, where the balance scope is `exact`.
-        opened_at: the Trainer's `global_step` when `step_router_losses` was first called in this step.
+        opened_at: the Trainer's `global_step` when `step_router_losses` was last called in this step.
+        awaits: whether that call's micro-batch has still to be added.
     """
 
     def __init__(self, nominal_tokens: int = 1) -> None:
@@ -75,6 +76,7 @@ class StepWindow:
         self._divided: StepStatistics | None = None
         self.foreseen: dict[int, Tensor] = {}
         self.opened_at: int | None = None
+        self.awaits = False
 
     def state_dict(self) -> dict[str, list[list[int]] | None]:
         """What a resumed run needs where a balance scope is `lagged`: the counts of the last closed step."""
@@ -146,6 +148,7 @@ class StepWindow:
         self._count(records)
 
     def _count(self, records: Sequence[Routing]) -> None:
+        self.awaits = False
         for observe in self.observers:
             observe(records)
         requested = [record.requested_E for record in records]
@@ -283,7 +286,8 @@ def refuse_unclosed(module: L.LightningModule) -> None:
         raise RuntimeError(
             "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
             "overridden without calling super().optimizer_step, or nothing closes the module's StepWindow; call it, "
-            "or close_window(self) in on_before_optimizer_step"
+            "or close_window(self) in on_before_optimizer_step (and window.reset() in on_train_start, where an earlier "
+            "fit may have been interrupted)"
         )
     window.opened_at = step
 

@@ -260,6 +260,18 @@ def test_a_window_that_nothing_closes_is_refused(tmp_path: Path) -> None:
         _fit(tmp_path, Balanced("accumulated"), callbacks=[])
 
 
+class _AddsNothing(Balanced):
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        total, num_tokens, routing = self.loss_sum(batch)
+        return (total + step_router_losses(self, [routing]).total) / num_tokens
+
+
+@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
+def test_a_micro_batch_that_is_never_added_is_refused(tmp_path: Path, scope: str) -> None:
+    with pytest.raises(RuntimeError, match=f"'{scope}' needs every micro-batch .* was not added"):
+        _fit(tmp_path, _AddsNothing(scope), callbacks=[])
+
+
 def test_one_record_per_layer_is_needed() -> None:
     with pytest.raises(ValueError, match="0 routing records for 1 MoE layers"):
         step_router_losses(Balanced(), [])
