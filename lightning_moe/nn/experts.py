@@ -52,6 +52,7 @@ class Experts(nn.Module):
             b_up_gate_LP=self.b_up_gate,
             b_down_LW=self.b_down,
             activation=self.activation,
+            training=self.training,
         )
         return self.backend.settle(self.sizes(dtype))(rows_RW.to(dtype), weights, counts_L)
 

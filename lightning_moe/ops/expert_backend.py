@@ -19,6 +19,7 @@ class ExpertWeights:
         w_up_gate_LPW, w_down_LFW: the two matrices.
         b_up_gate_LP, b_down_LW: biases, or None.
         activation: between the two, from (R, P) to (R, F).
+        training: the module's mode; callbacks may swap in other values for evaluation.
     """
 
     w_up_gate_LPW: Float[Tensor, "L P W"]
@@ -26,6 +27,7 @@ class ExpertWeights:
     b_up_gate_LP: Float[Tensor, "L P"] | None
     b_down_LW: Float[Tensor, "L W"] | None
     activation: Callable[[Tensor], Tensor]
+    training: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,8 +144,8 @@ class QuantizedBackend:
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`; the compiler goes around it."""
         stores = (
-            *self.up_gate.layouts(weights.w_up_gate_LPW),
-            *self.down.layouts(weights.w_down_LFW),
+            *self.up_gate.layouts(weights.w_up_gate_LPW, training=weights.training),
+            *self.down.layouts(weights.w_down_LFW, training=weights.training),
         )
         out_RW: Tensor = _QuantizedExperts.apply(
             self.recipe,

@@ -33,8 +33,9 @@ class WeightStore:
     """Keeps both layouts of one weight until that changes: once per optimizer step, whatever the accumulation.
 
     Every optimizer step counts as a change. Others are seen by the tensor's version, which in-place operations raise,
-    and by its identity and memory. Writing through `weight.data` leaves no trace: call `forget` after it. Copies and
-    pickles start empty, and nothing here is in a state dict.
+    and by its identity and memory. Writing through `weight.data` leaves no trace, as callbacks do that swap in averaged
+    weights for evaluation: so a change of mode counts, too, and after any other such write `forget` must be called.
+    Copies and pickles start empty, and nothing here is in a state dict.
 
     Bytes per weight with MXFP8: 2 * 33/32.
 
@@ -48,12 +49,14 @@ class WeightStore:
         self._weight: weakref.ref[Tensor] | None = None
         self._state: tuple[object, ...] = ()
 
-    def layouts(self, weight_GXY: Float[Tensor, "G X Y"]) -> tuple[Quantized, Quantized]:
+    def layouts(
+        self, weight_GXY: Float[Tensor, "G X Y"], *, training: bool = True
+    ) -> tuple[Quantized, Quantized]:
         """The weight quantized along Y, shape (G, X, Y), and along X, shape (G, Y, X)."""
         if weight_GXY.is_inference():  # has no version
             return self._quantized(weight_GXY)
         memory = (weight_GXY.data_ptr(), weight_GXY.dtype, weight_GXY.device)
-        state = (_STEPS.count, weight_GXY._version, *memory)
+        state = (_STEPS.count, weight_GXY._version, training, *memory)
         known = self._weight is not None and self._weight() is weight_GXY
         if self._layouts is None or not known or self._state != state:
             self._layouts = self._quantized(weight_GXY)

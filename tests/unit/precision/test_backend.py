@@ -370,6 +370,18 @@ def test_changed_weights_are_quantized_anew(
     assert count.calls == before + 2
 
 
+def test_weights_swapped_back_after_evaluation_are_quantized_anew() -> None:
+    experts = _experts("mxfp8", 2)
+    wanted, own = _forward(experts), experts.w_down.detach().clone()
+    experts.eval()
+    experts.w_down.data.copy_(2 * own)
+    assert not torch.equal(_forward(experts), wanted)
+    experts.w_down.data.copy_(own)
+    # As Lightning does after validation, going around `train`.
+    experts.training = True
+    assert torch.equal(_forward(experts), wanted)
+
+
 def test_what_validation_has_quantized_serves_training() -> None:
     experts = _experts("mxfp8", 2)
     with torch.inference_mode():
