@@ -7,6 +7,8 @@ from lightning_moe.nn.experts import Experts
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.moe import MoE
+from lightning_moe.nn.offload import offloaded
+from lightning_moe.nn.recompute import recomputed
 from lightning_moe.nn.router import Router
 from lightning_moe.nn.transformer import MoETransformer
 from lightning_moe.ops.losses import balance_loss, z_loss
@@ -27,5 +29,7 @@ __all__ = [
     "Routing",
     "TokenRoutes",
     "balance_loss",
+    "offloaded",
+    "recomputed",
     "z_loss",
 ]
