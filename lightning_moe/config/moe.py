@@ -74,7 +74,8 @@ class RouterConfig:
             `sequence`: each sequence. `micro_batch`: those of one rank. `global_micro_batch`: those of
             all ranks. `accumulated`: of all ranks, in this micro-batch and those before it in the same
             optimizer step. `lagged`: the whole optimizer step before. `exact`: the whole optimizer
-            step, counted by a forward without gradients ahead of its first backward.
+            step, counted by a forward without gradients ahead of its first backward. What each of them
+            does not depend on is in `BALANCE_INVARIANCE`.
         lb_loss_over_layers: whether the balance losses of all MoE layers are added up, or averaged; the
             mean keeps one `lb_loss_weight` right for models of any depth.
         z_loss_weight: weight of the squared log-partition (nats squared) per token.

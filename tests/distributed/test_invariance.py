@@ -35,12 +35,14 @@ class Split:
 
     Attributes:
         stream: read a loader without length.
+        jitter: noise on the router's input.
     """
 
     accumulate: int = 1
     ep: int = 1
     recompute: str = "none"
     stream: bool = False
+    jitter: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +74,18 @@ class Logged(Recorded):
             self.logged = [*getattr(self, "logged", []), found]
 
 
-def _config(scopes: tuple[str, ...], recompute: str) -> TransformerConfig:
+def _config(scopes: tuple[str, ...], split: Split) -> TransformerConfig:
     moes = [
         MoEConfig(
             num_experts=4,
             hidden_size=8,
             router=RouterConfig(
-                top_k=2, lb_loss_weight=2.0, lb_loss_scope=scope, z_loss_weight=0.1, bias_gamma=0.01
+                top_k=2,
+                lb_loss_weight=2.0,
+                lb_loss_scope=scope,
+                z_loss_weight=0.1,
+                bias_gamma=0.01,
+                jitter_eps=split.jitter,
             ),
         )
         for scope in scopes
@@ -90,7 +97,7 @@ def _config(scopes: tuple[str, ...], recompute: str) -> TransformerConfig:
         attention=AttentionConfig(num_heads=2),
         layer_overrides={i: LayerConfig(moe=moe) for i, moe in enumerate(moes)},
         init_std=0.4,
-        recompute=recompute,
+        recompute=split.recompute,
     )
 
 
@@ -100,7 +107,7 @@ def _train(rank: int, world: int, scopes: tuple[str, ...], splits: list[Split]) 
 
 def _train_split(rank: int, world: int, scopes: tuple[str, ...], split: Split) -> Result:
     torch.manual_seed(0)
-    module = Logged(_config(scopes, split.recompute), lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    module = Logged(_config(scopes, split), lambda p: torch.optim.SGD(p, lr=0.1)).double()
     # As if a step had gone by: the very first one has no step before it.
     module.window.load_state_dict({"previous": [[30, 50, 10, 70]] * len(scopes)})
     strategy = parallel(split.ep) if world > 1 else "auto"
@@ -186,6 +193,13 @@ def test_micro_batch_does_depend_on_ranks() -> None:
     assert _largest_difference(found, _one_process(("micro_batch",), 1)) > 1e-4
     together = _one_process(("global_micro_batch",), 1)
     assert _largest_difference(_one_process(("micro_batch",), 1), together) < 1e-10
+
+
+def test_noise_on_ranks_is_the_same_ahead_and_in_training_and_with_recomputation() -> None:
+    """Each fit would stop where it routes otherwise than it has foreseen."""
+    splits = [Split(accumulate=2, ep=2, jitter=0.4, recompute=how) for how in ("none", "block")]
+    for kept, recomputed in run_ranks(_train, 2, ("exact", "exact"), splits, timeout_s=300):
+        assert _largest_difference(recomputed, kept) < 1e-10
 
 
 def test_without_accumulation_accumulated_and_exact_are_the_same() -> None:
