@@ -65,8 +65,9 @@ def scatter(
         y_label: of the vertical one.
     """
     places = np.array(list(points.values()), dtype=np.float64)
-    x = Scale.around(places[:, 0], start=LEFT, end=WIDTH - RIGHT - 12)
-    y = Scale.around(places[:, 1], start=HEIGHT - BOTTOM, end=TOP)
+    # Room for dots and names at the edges.
+    x = Scale.around(places[:, 0], start=LEFT + 8, end=WIDTH - RIGHT - 20)
+    y = Scale.around(places[:, 1], start=HEIGHT - BOTTOM - 8, end=TOP + 10)
     body = _axes(x, y, x_label, y_label, whole_x=False)
     for name, (across, up) in points.items():
         label = escape(f"{name}: {short(across)}, {short(up)}")

@@ -56,7 +56,7 @@ svg text { fill: var(--muted); font: 12px system-ui, sans-serif; font-variant-nu
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-th { color: var(--muted); font-weight: 600; }
+th { color: var(--muted); font-weight: 600; white-space: normal; vertical-align: bottom; line-height: 1.25; }
 pre { overflow-x: auto; font-size: .8rem; } summary { cursor: pointer; color: var(--c0); }
 @media print { section { break-inside: avoid; } }
 """ + "".join(
