@@ -146,7 +146,9 @@ class AllToAllDispatcher:
     """Every token copy travels to its expert's rank and back. Nothing is dropped; one host sync per layer.
 
     A rank holds at most its received rows: with `receive_limit=None` up to (ranks * tokens * K) rows of the
-    experts' width, when one rank gets everything.
+    experts' width, when one rank gets everything. Forward and backward of SwiGLU experts of width W and hidden size F
+    then hold at most max(3W + 3F, W + 5F) numbers per received row, and 3W per token copy that this rank sends and per
+    token of its own, beside weights and their gradients.
 
     Args:
         group: the expert-parallel ranks; expert e of E lives at index e // (E / size).

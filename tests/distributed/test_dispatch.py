@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.parallel.collectives import AxisGroup
 from tests.distributed.layers import CASES, WIDTH, Case, connect, objective, run, spread
+from tests.memory import LiveBytes
 from tests.ranks import run_ranks
 
 FORWARD = {
@@ -272,3 +274,30 @@ def _check_collectives(group: AxisGroup, rank: int, dtype: torch.dtype) -> None:
 
 def test_groups_of_every_axis_reach_exactly_their_ranks() -> None:
     run_ranks(_numbers_by_axis, 4, timeout_s=120)
+
+
+def _peak_when_all_go_to_the_first_rank(rank: int, world: int, recompute: bool) -> tuple[int, int]:
+    """Most bytes alive on this rank in one step, and what `AllToAllDispatcher` says they are at most."""
+    mesh, _ = connect(world)
+    width, hidden, top_k, tokens = 32, 48, 2, 256
+    router = RouterConfig(top_k=top_k, score_correction_bias=True)
+    layer = MoE(width, MoEConfig(num_experts=8, hidden_size=hidden, router=router))
+    assert layer.router.score_bias is not None
+    layer.router.score_bias[:2] += 100.0  # the first rank's
+    spread(layer, mesh, "all_to_all")
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    gradient = torch.ones(tokens, width)
+    with LiveBytes() as memory:
+        y, _ = run(layer, x, recompute=recompute)
+        y.backward(gradient)
+    copies = tokens * top_k
+    received = (world if rank == 0 else 0) * copies
+    there = received * max(3 * width + 3 * hidden, width + 5 * hidden)
+    here = 3 * (copies + tokens) * width
+    return memory.peak, x.element_size() * (there + here)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_peak_of_a_rank_that_gets_everything_is_bounded_by_its_rows(recompute: bool) -> None:
+    for peak, at_most in run_ranks(_peak_when_all_go_to_the_first_rank, 4, recompute):
+        assert peak < at_most
