@@ -41,8 +41,8 @@ def step_router_losses(module: L.LightningModule, records: Sequence[Routing]) ->
 
     Raises:
         ValueError: if there isn't one record per layer, or the module lacks what a scope needs.
-        RuntimeError: if the step before was never closed, the micro-batch before never added, or `exact` can't look
-            ahead.
+        RuntimeError: outside of training, or if the step before was never closed, the micro-batch before never
+            added, or `exact` can't look ahead.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     if len(layers) != len(records):
@@ -125,6 +125,11 @@ def _needed_window(module: L.LightningModule, layers: Sequence[MoE]) -> StepWind
             "accumulated or lagged"
         )
     if window is not None and beyond:
+        if not module.trainer.training:
+            raise RuntimeError(
+                f"model.moe.router.lb_loss_scope={beyond[0]!r} is about optimizer steps: call step_router_losses in "
+                "training_step only; elsewhere `nn.balance_loss(records)` tells the balance of a batch"
+            )
         refuse_unclosed(module)
         if window.awaits:
             raise RuntimeError(

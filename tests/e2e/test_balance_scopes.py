@@ -272,6 +272,17 @@ def test_a_micro_batch_that_is_never_added_is_refused(tmp_path: Path, scope: str
         _fit(tmp_path, _AddsNothing(scope), callbacks=[])
 
 
+class _BalancesInValidation(Balanced):
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        step_router_losses(self, [self.loss_sum(batch)[2]])
+
+
+def test_scopes_of_a_step_are_refused_outside_of_training(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match=r"'lagged' is about optimizer steps: call .* in train"):
+        trainer.validate(_BalancesInValidation("lagged"), make_loader(make_batches(LENGTHS)))
+
+
 def test_one_record_per_layer_is_needed() -> None:
     with pytest.raises(ValueError, match="0 routing records for 1 MoE layers"):
         step_router_losses(Balanced(), [])

@@ -126,8 +126,13 @@ def test_recomputing_blocks_changes_not_one_bit(tmp_path: Path) -> None:
     assert len(kept.steps) == 3
 
 
-# Name, micro-batches over both ranks, accumulation.
-RANK_RUNS = [("whole", 12, 1), ("accumulated", 12, 2), ("partial", 10, 2)]
+# Name, micro-batches over both ranks, accumulation, balance scope.
+RANK_RUNS = [
+    ("whole", 12, 1, "sequence"),
+    ("accumulated", 12, 2, "sequence"),
+    ("counted ahead", 10, 2, "exact"),
+    ("partial", 10, 2, "sequence"),
+]
 
 
 def _train_on_rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -137,9 +142,9 @@ def _train_on_rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for name, num_batches, accumulate in RANK_RUNS:
+        for name, num_batches, accumulate, scope in RANK_RUNS:
             mine = make_batches(RAGGED[:num_batches])[rank::world]
-            module = make_module(tiny_config(**LOSSES))
+            module = make_module(tiny_config(**(LOSSES | {"lb_loss_scope": scope})))
             options["accumulate_grad_batches"] = accumulate
             results[name] = run(folder, module, mine, **options)
         trainer = make_trainer(folder, precision="64-true", **options)
@@ -158,12 +163,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(_train_on_rank, 2, tmp_path_factory.mktemp("ranks"), timeout_s=180)
 
 
-@pytest.mark.parametrize(("name", "num_batches", "accumulate"), RANK_RUNS)
+@pytest.mark.parametrize(("name", "num_batches", "accumulate", "scope"), RANK_RUNS)
 def test_two_ranks_train_like_the_formulas_on_the_rows_of_both(
-    two_ranks: list[dict[str, Any]], name: str, num_batches: int, accumulate: int
+    two_ranks: list[dict[str, Any]], name: str, num_batches: int, accumulate: int, scope: str
 ) -> None:
     windows = _windows(make_batches(RAGGED[:num_batches]), 2 * accumulate)
-    expected = train_by_hand(make_module(tiny_config(**LOSSES)), windows)
+    expected = train_by_hand(make_module(tiny_config(**LOSSES)), windows, scope=scope)
     for results in two_ranks:
         assert_same(results[name], expected)
 
