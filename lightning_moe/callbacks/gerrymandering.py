@@ -60,7 +60,8 @@ class GerrymanderingAlarm:
     and four standard deviations of a random load more, or experts idle that chance would have served) and its loss is
     below 0.98, or 0.02 below what it was at the most even load so far, which has got worse by a quarter, or by 5 % more
     idle experts, since. It is so until for three entries half of either has been made good. An episode lasts from the
-    first suspicious layer to the last.
+    first suspicious layer to the last. A layer that only a selection bias balances is not to be judged: its choice is
+    meant to depart from the scores, and no loss can be fooled.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -71,11 +72,12 @@ class GerrymanderingAlarm:
         """The layers of the current episode; empty in a healthy run."""
         return [number for number, layer in enumerate(self._layers) if layer.suspicious]
 
-    def begins(self, entry: Sequence[LayerHealth]) -> bool:
-        """Take the next entry, one value per layer; whether an episode begins with it."""
+    def begins(self, entry: Sequence[LayerHealth | None]) -> bool:
+        """Take the next entry, one value per layer, None for one not to be judged; whether an episode begins."""
         before = bool(self.suspicious)
         for layer, health in zip(self._layers, entry, strict=True):
-            layer.add(health)
+            if health is not None:
+                layer.add(health)
         return not before and bool(self.suspicious)
 
 

@@ -190,7 +190,11 @@ class ExpertLoadMonitor(L.Callback):
             by_key |= {f"{name}/layer_{i}": by_layer[i] for i in known.nonzero().flatten().tolist()}
         if self.alarm:
             health = layer_health(entry)
-            if self._watch.begins(health):
+            judged = [
+                seen if _has_loss(layer) else None
+                for seen, layer in zip(health, self._layers, strict=True)
+            ]
+            if self._watch.begins(judged):
                 rank_zero_warn(warning(trainer.global_step, self._watch.suspicious, health))
             by_key["gerrymandered_layers"] = float(len(self._watch.suspicious))
         pl_module.log_dict({f"train/{key}": value for key, value in by_key.items()})
@@ -238,6 +242,12 @@ class ExpertLoadMonitor(L.Callback):
             self._write(trainer)
             pictures = save_pictures(self._entries, self.recent_steps, _folder(trainer))
             show_pictures(pictures, trainer.loggers, trainer.global_step)
+
+
+def _has_loss(layer: MoE) -> bool:
+    """Whether a balance loss may be at work; a module of one's own may have one that no config names."""
+    router = layer.config.router
+    return router.bias_gamma is None or bool(router.lb_loss_weight)
 
 
 def _folder(trainer: L.Trainer) -> Path:

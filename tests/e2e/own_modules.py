@@ -44,8 +44,8 @@ class OwnModule(L.LightningModule):
 class Recording(OwnModule):
     """Keeps its mean loss and counts the routing."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, bias_gamma: float | None = GAMMA) -> None:
+        super().__init__(bias_gamma=bias_gamma)
         self.window = StepWindow()
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:

@@ -124,6 +124,12 @@ def test_an_entry_without_tokens_is_passed_over() -> None:
     assert _alarms([_health(0.9, 3.0), empty, _health(0.9, 3.0), _health(0.9, 3.0)]) == [3]
 
 
+def test_a_layer_that_is_not_judged_is_never_suspicious() -> None:
+    alarm = GerrymanderingAlarm(2)
+    begun = [alarm.begins([None, _health(0.9, 3.0)]) for _ in range(3)]
+    assert (begun, alarm.suspicious) == ([False, False, True], [1])
+
+
 def test_the_warning_names_layers_numbers_and_what_to_do() -> None:
     entry = [_health(0.9, 2.0 + number, 0.25) for number in range(7)]
     text = warning(120, [0, 2, 3, 4, 5, 6], entry)

@@ -1,6 +1,8 @@
 """What the load monitor counts, logs, keeps as a history and shows."""
 
 import copy
+import dataclasses
+import math
 import pickle
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from torch import Tensor
 from lightning_moe import TokenBatch
 from lightning_moe.callbacks import ExpertLoadMonitor, read_history
 from lightning_moe.callbacks.routing_history import entries_before, write_history
-from lightning_moe.nn import Routing
+from lightning_moe.callbacks.routing_sums import RoutingSums
+from lightning_moe.nn import Routing, TokenRoutes
 from tests.e2e.own_modules import Recording
 from tests.e2e.runs import (
     History,
@@ -169,6 +172,23 @@ def test_history_and_logs_agree_with_the_routers(tmp_path: Path) -> None:
         assert history[f"balance_{layer}"][0] == pytest.approx(loss, rel=1e-9)
         margins = torch.cat([record.tokens.margin_T[record.tokens.valid_T] for record in both])
         assert history[f"margin_{layer}"][0] == pytest.approx(margins.mean().item(), rel=1e-9)
+
+
+def test_margins_that_are_infinite_are_left_out_of_their_mean_only() -> None:
+    routes = TokenRoutes(
+        ids_TK=torch.zeros(3, 1, dtype=torch.int64),
+        weights_TK=torch.ones(3, 1),
+        margin_T=torch.tensor([0.5, math.inf, 7.0]),
+        entropy_T=torch.tensor([1.0, 0.5, 7.0]),
+        valid_T=torch.tensor([True, True, False]),
+    )
+    record = dataclasses.replace(RECORDS[0], tokens=routes)
+    sums = RoutingSums([4], [0], 1, torch.device("cpu"))
+    sums.observe([record])
+    sums.end_step(keep=True)
+    (layer,) = sums.unpack(sums.pack())
+    assert (layer.margin.item(), layer.entropy.item()) == (0.5, 0.75)
+    assert sums.pack().abs().sum() == 0
 
 
 class _TwoOptimizers(_Scripted):
@@ -351,16 +371,23 @@ class _Gerrymandered(Recording):
 
 def test_gerrymandering_warns_once_and_is_logged(tmp_path: Path) -> None:
     monitor = ExpertLoadMonitor(every_n_steps=1, write_files=False)
+    module = _Gerrymandered(bias_gamma=None)
     with pytest.warns(UserWarning, match="token gerrymandering at step 2: .*layer 0") as caught:
-        steps = _fit(tmp_path, _Gerrymandered(), 6, callbacks=[monitor]).steps
+        steps = _fit(tmp_path, module, 6, callbacks=[monitor]).steps
     assert sum("gerrymandering" in str(warning.message) for warning in caught) == 1
     suspected = [step["train/gerrymandered_layers"] for step in steps]
     assert suspected == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
+def test_a_selection_bias_without_a_loss_is_not_suspected(tmp_path: Path) -> None:
+    monitor = ExpertLoadMonitor(every_n_steps=1, write_files=False)
+    steps = _fit(tmp_path, _Gerrymandered(bias_gamma=1e-3), 6, callbacks=[monitor]).steps
+    assert steps[-1]["train/gerrymandered_layers"] == 0.0
+
+
 def test_the_alarm_can_be_turned_off(tmp_path: Path) -> None:
     monitor = ExpertLoadMonitor(every_n_steps=1, alarm=False, write_files=False)
-    steps = _fit(tmp_path, _Gerrymandered(), 6, callbacks=[monitor]).steps
+    steps = _fit(tmp_path, _Gerrymandered(bias_gamma=None), 6, callbacks=[monitor]).steps
     assert "train/gerrymandered_layers" not in steps[-1]
 
 

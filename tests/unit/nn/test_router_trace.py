@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -131,3 +132,15 @@ def test_tracing_changes_no_result_exactly(
         )
     for plain, traced in zip(*results, strict=True):
         assert plain is traced is None or torch.equal(plain, traced)
+
+
+def test_a_layer_keeps_nothing_of_what_it_told(generator: torch.Generator) -> None:
+    layer = randomized(MoE(5, MoEConfig(num_experts=6, router=RouterConfig(top_k=2))), generator)
+    layer.router.trace = True
+    told = []
+    for _ in range(3):
+        _, record = layer(torch.randn(7, 5, generator=generator))
+        told += [weakref.ref(record.tokens.margin_T), weakref.ref(record.score_sums_E)]
+    assert [ref() is None for ref in told] == [True] * 4 + [False] * 2
+    del record
+    assert [ref() for ref in told] == [None] * 6
