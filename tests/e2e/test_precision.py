@@ -93,20 +93,32 @@ def test_experts_run_on_what_their_config_says_after_the_fit(tmp_path: Path) -> 
     assert "auto takes torch" in experts.backend.account(experts.sizes())
 
 
-def test_backends_are_said_once_and_refused_before_the_first_batch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_backends_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         _fit(tmp_path, _module(), plugins=[MoEPrecision(**MXFP8)])
     said = [line for line in caplog.messages if line.startswith("expert backend")]
     assert said == [
         "expert backend: mxfp8 in torch.float32 on cpu (emulated by float32 matmuls of the codes)"
     ]
-    module = _module(backend="mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("backend", "fp8", "precision", "reason"),
+    [
+        ("mxfp8", FP8Config(), "32-true", "the device is cpu"),
+        ("mxfp8", FP8Config(emulate=True), "64-true", "rows in float32 or bfloat16, not in"),
+        ("torch", FP8Config(), "64-true", "no torch.float64 kernel"),
+        ("grouped_gemm", FP8Config(), "bf16-mixed", "is not installed"),
+    ],
+)
+def test_what_a_backend_cannot_run_is_refused_before_the_first_batch(
+    tmp_path: Path, backend: str, fp8: FP8Config, precision: str, reason: str
+) -> None:
+    module = _module(backend=backend, fp8=fp8)
     calls: list[object] = []
     module.moe_layers[0].router.register_forward_pre_hook(lambda *call: calls.append(call))
-    with pytest.raises(ValueError, match=r"model\.moe\.backend=mxfp8 can't.*the device is cpu"):
-        _fit(tmp_path, module)
+    with pytest.raises(ValueError, match=rf"model\.moe\.backend={backend} can't.*{reason}"):
+        _fit(tmp_path, module, precision=precision)
     assert calls == []
 
 

@@ -17,6 +17,7 @@ from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.expert_backend import ExpertSizes
 from lightning_moe.precision import (
     Quantized,
+    WeightStore,
     dequantize,
     mxfp8_backend,
     quantize_mxfp8,
@@ -368,6 +369,15 @@ def test_changed_weights_are_quantized_anew(
     change(experts)
     assert torch.equal(_forward(experts), _plain(experts))
     assert count.calls == before + 2
+
+
+def test_another_tensor_in_the_same_memory_is_quantized_anew() -> None:
+    store, weight = WeightStore(quantize_mxfp8), torch.ones(2, 32, 32)
+    store.layouts(weight)
+    weight.data.mul_(2)
+    successor = weight.data
+    assert (successor.data_ptr(), successor._version) == (weight.data_ptr(), weight._version)
+    assert dequantize(store.layouts(successor)[0])[0, 0, 0].item() == 2.0
 
 
 def test_weights_swapped_back_after_evaluation_are_quantized_anew() -> None:
