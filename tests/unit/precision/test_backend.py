@@ -380,6 +380,15 @@ def test_another_tensor_in_the_same_memory_is_quantized_anew() -> None:
     assert dequantize(store.layouts(successor)[0])[0, 0, 0].item() == 2.0
 
 
+def test_each_evaluation_looks_at_the_weights_again() -> None:
+    experts = _experts("mxfp8", 2).eval()
+    first = _forward(experts)
+    experts.w_down.data.mul_(2)
+    experts.eval()
+    assert not torch.equal(_forward(experts), first)
+    assert torch.equal(_forward(experts), _plain(experts))
+
+
 def test_weights_swapped_back_after_evaluation_are_quantized_anew() -> None:
     experts = _experts("mxfp8", 2)
     wanted, own = _forward(experts), experts.w_down.detach().clone()
