@@ -128,9 +128,12 @@ def test_a_resumed_run_keeps_what_the_first_part_wrote(tmp_path: Path) -> None:
 
 
 def test_it_works_in_a_module_with_a_loss_of_its_own(tmp_path: Path) -> None:
+    module = Recording()
     trainer = make_trainer(tmp_path, callbacks=[RoutingTrace([0])])
-    trainer.fit(Recording(), make_loader(BATCHES))
+    trainer.fit(module, make_loader(BATCHES))
     assert list(read_routes(tmp_path / FILE)) == [RouteKey(0, 0, 0)]
+    assert not module.moe.router.trace
+    assert module.window.observers == []
 
 
 def test_a_module_that_hands_over_no_records_is_refused(tmp_path: Path) -> None:

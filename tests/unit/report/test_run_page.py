@@ -181,6 +181,14 @@ def test_a_run_without_drops_and_on_one_rank_says_so(tmp_path: Path) -> None:
     assert "No expert was without a token" in page.sections["dead-experts"]
 
 
+def test_an_expert_is_dead_without_a_single_token_in_the_last_100_records(tmp_path: Path) -> None:
+    counts = np.zeros((101, 3), dtype=np.int64)
+    # Expert 1 had its only token before them, expert 2 in the first of them.
+    counts[:, 0], counts[0, 1], counts[1, 2] = 5, 1, 1
+    page = _read(make_run(tmp_path, history={"steps": np.arange(101), "requested_0": counts}))
+    assert "0 1 of 3 1" in " ".join(page.sections["dead-experts"].split())
+
+
 def test_a_balance_loss_below_1_over_an_uneven_load_is_remarked_upon(tmp_path: Path) -> None:
     rows = "".join(f"0,{step},0.9,3.0\n" for step in range(4))
     header = "epoch,step,train/balance_loss,train/load_max_over_mean\n"
