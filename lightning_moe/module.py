@@ -23,6 +23,7 @@ from lightning_moe.data import TokenBatch
 from lightning_moe.metrics import TokenMean
 from lightning_moe.nn import MoE, MoETransformer, Routing
 from lightning_moe.nn.init import draw_seed
+from lightning_moe.ops.compiled import compile_refusal
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
 from lightning_moe.optim import (
     StepWindow,
@@ -272,6 +273,12 @@ class MoEModule(L.LightningModule):
                 "this rank holds some of the module's experts only, left from an earlier fit, and "
                 f"{type(self.trainer.strategy).__name__} needs all; use ExpertParallelStrategy again, or build the "
                 "module anew with load_from_checkpoint"
+            )
+        reason = compile_refusal(self.config.compile, self.trainer.strategy.root_device)
+        if reason is not None:
+            raise ValueError(
+                f"model.compile={self.config.compile} can't work here: {reason}; install one, or use "
+                "model.compile=none"
             )
         if stage == "fit":
             self._tokens_seen = torch.zeros((), dtype=torch.int64)

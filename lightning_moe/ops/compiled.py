@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
+# What the optimizers of torch use: the public `torch.compiler.disable` imports the compiler, seconds, at once.
+from torch._compile import _disable_dynamo
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -19,11 +23,20 @@ def compiled(function: Callable[..., T], backend: str) -> Callable[..., T]:
     return torch.compile(function, backend=backend)
 
 
-def outside_of_graphs(reason: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """A function that compiled code calls as it is: its graph ends before the call, and another one goes on after."""
+def compile_refusal(backend: str, device: torch.device) -> str | None:
+    """Why `compiled` can't work on this device here, or None if it can."""
+    if backend != "inductor" or device.type != "cpu":
+        return None
+    from torch._inductor import cpp_builder, exc  # noqa: PLC0415 - takes seconds, serves only those who compile
 
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        as_it_is: Callable[..., T] = torch.compiler.disable(function, reason=reason)
-        return as_it_is
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "on a CPU inductor needs a C++ compiler, and neither $CXX nor g++ or clang++ is one"
+    return None
 
-    return decorate
+
+def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which compiled code calls as it is: its graph ends before the call, and another goes on after."""
+    as_it_is: Callable[P, T] = _disable_dynamo(function)
+    return as_it_is

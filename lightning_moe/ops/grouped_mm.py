@@ -17,7 +17,7 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 STRIDE_BYTES: Final = 16
 
 
-@outside_of_graphs("the number of rows of each matmul depends on the routing")
+@outside_of_graphs  # the number of rows of each matmul depends on the routing
 def loop_grouped_mm(
     rows_RX: Float[Tensor, "R X"], weight_GXY: Float[Tensor, "G X Y"], counts_G: Int[Tensor, " G"]
 ) -> Float[Tensor, "R Y"]:

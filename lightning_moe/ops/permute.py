@@ -77,6 +77,9 @@ def dot_of_rows(
     left_ND: Float[Tensor, "N D"], right_ND: Float[Tensor, "N D"]
 ) -> Float[Tensor, " N"]:
     """Dot product of each pair of rows, in at least float32; products exist for few rows at a time."""
+    if torch.compiler.is_compiling():
+        # Fused, the products exist nowhere; and the number of parts would depend on the number of rows.
+        return (left_ND.to(at_least_float32(left_ND.dtype)) * right_ND).sum(dim=-1)
     parts = zip(left_ND.chunk(_NUM_PARTS), right_ND.chunk(_NUM_PARTS), strict=True)
     return torch.cat([_wide_product(left, right).sum(dim=-1) for left, right in parts])
 

@@ -112,9 +112,6 @@ def _exchange_gradient(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
 
 exchange_in_graph.register_autograd(_exchange_gradient, setup_context=_keep_arguments)
 
-# How many rows there are is known on the host only while this runs.
-_outside_of_graphs = outside_of_graphs("the number of rows depends on the routing")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged(Dispatched):
@@ -163,7 +160,8 @@ class AllToAllDispatcher:
         """The same in training and evaluation."""
         return self
 
-    @_outside_of_graphs
+    # These three stay out of graphs: how many rows there are is known on the host only while they run.
+    @outside_of_graphs
     def dispatch(
         self,
         x_TW: Float[Tensor, "T W"],
@@ -195,7 +193,7 @@ class AllToAllDispatcher:
             counts_GL=sent[:, rank].contiguous(),
         )
 
-    @_outside_of_graphs
+    @outside_of_graphs
     def receive(self, flight: InFlight) -> Exchanged:
         """Wait for the rows and sort them by expert; within one expert by source rank, then by token."""
         if flight.work is not None:
@@ -213,7 +211,7 @@ class AllToAllDispatcher:
             regroup=regroup,
         )
 
-    @_outside_of_graphs
+    @outside_of_graphs
     def combine(
         self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: Exchanged
     ) -> Float[Tensor, "T W"]:

@@ -137,7 +137,7 @@ class StaticDispatcher:
             self._counts[key] = torch.full((per_rank,), self.group.size * capacity, device=device)
         return self._counts[key]
 
-    @outside_of_graphs("done once, to fix the shapes")
+    @outside_of_graphs  # done once, to fix the shapes
     def _agree_on_size(self, num_tokens: int, device: torch.device) -> None:
         largest = torch.tensor(num_tokens, device=device)
         self.group.all_reduce(largest, "max")

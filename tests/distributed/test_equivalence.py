@@ -126,8 +126,15 @@ def test_a_replicated_optimizer_trains_alike(ep: int, optimizer: str) -> None:
     _assert_equal_to_one_process(2, ep, run, loss=1e-9, weight=1e-8)
 
 
-def test_recomputed_blocks_train_alike() -> None:
-    run = Run(recompute="block", scope="sequence", accumulate=2)
+@pytest.mark.parametrize(
+    ("recompute", "strategy"),
+    [("block", ()), ("moe", (("dispatcher", "static"), ("capacity_factor", 2.0)))],
+    ids=["blocks", "experts with static dispatch"],
+)
+def test_recomputed_parts_train_alike(
+    recompute: str, strategy: tuple[tuple[str, Any], ...]
+) -> None:
+    run = Run(recompute=recompute, scope="sequence", accumulate=2, strategy=strategy)
     _assert_equal_to_one_process(2, 2, run, loss=1e-9, weight=1e-8)
 
 
