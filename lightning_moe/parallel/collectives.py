@@ -9,6 +9,7 @@ from typing import ClassVar, Final, Protocol, TypeVar, cast, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_moe.parallel.mesh import Axis, MeshShape
 
@@ -171,6 +172,8 @@ class ProcessMesh:
         self.rank = dist.get_rank()
         self.ledger = Ledger()
         self._world = weakref.ref(_world())
+        # Ranks may take longer to start than a collective may last.
+        _set_pg_timeout(timeout, _world())
         connected = {axis: self._connect(axis, timeout) for axis in self._AXES}
         self.dense, self.ep_dp, self.ep = (connected[axis] for axis in self._AXES)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import lightning as L
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -34,6 +34,9 @@ from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
 from lightning_moe.strategy.plain import restore_rng
 
+# Until all ranks have met: they import, compile or wait for a slow disk for longer than a collective may last.
+_START_LIMIT: Final = timedelta(minutes=5)
+
 
 class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
     """Experts stay on their ranks and tokens travel; everything else is data parallel with sharded optimizer state.
@@ -54,7 +57,7 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
         distributed_optimizer: split optimizer state over replicas (more than one rank only).
         bucket_mb: size of one gradient message (MiB).
         timeout: how long a collective may take before all ranks give up (seconds, or a timedelta). A stalled rank
-            then ends the run within ten seconds more.
+            then ends the run within ten seconds more. For starting, ranks have five minutes.
         start_method: how Lightning starts processes: `popen`, `spawn`, `fork` or `forkserver`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
             as in `DDPStrategy`.
@@ -137,10 +140,15 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
     def setup_environment(self) -> None:
         """Check sizes, connect the ranks, spread the experts of layers that exist already."""
         shape = self._shape()
-        super().setup_environment()
+        limit = self._timeout
+        assert limit is not None
+        self._timeout = max(limit, _START_LIMIT)
+        try:
+            super().setup_environment()
+        finally:
+            self._timeout = limit
         if self.mesh is None or not self.mesh.serves(shape):
-            assert self._timeout is not None
-            self.mesh = ProcessMesh(shape, self._timeout)
+            self.mesh = ProcessMesh(shape, limit)
         rank_zero_info(
             f"expert parallel over {shape.world} ranks: ep={shape.ep} (ranks that share out the experts), "
             f"ep_dp={shape.ep_dp} (replicas of each expert)"
