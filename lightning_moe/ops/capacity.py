@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
-from lightning_moe.ops.dtypes import at_least_float32
-from lightning_moe.ops.permute import dot_of_rows
+from lightning_moe.ops.permute import dot_of_rows, sum_over_choices
 
 Overflow = Literal["position", "weight"]
 
@@ -105,18 +104,6 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
     return torch.where((index < len(rows)).unsqueeze(-1), taken, 0.0)
 
 
-def _sum_of_slots(rows_RD: Tensor, slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    wide = at_least_float32(rows_RD.dtype)
-    total_TD = torch.zeros(slot_TK.shape[0], rows_RD.shape[1], dtype=wide, device=rows_RD.device)
-    for choice in range(slot_TK.shape[1]):
-        taken_TD = _gathered(rows_RD, slot_TK[:, choice])
-        if weights_TK is None:
-            total_TD += taken_TD
-        else:
-            total_TD.addcmul_(taken_TD, weights_TK[:, choice, None].to(wide))
-    return total_TD.to(rows_RD.dtype)
-
-
 class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x_TD: Tensor, copy_R: Tensor, slot_TK: Tensor) -> Tensor:
@@ -128,7 +115,7 @@ class _Fill(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         (slot_TK,) = ctx.saved_tensors
-        return _sum_of_slots(grad_RD, slot_TK, None), None, None
+        return sum_over_choices(_gathered, grad_RD, slot_TK, None), None, None
 
 
 class _CombineSlots(torch.autograd.Function):
@@ -137,7 +124,7 @@ class _CombineSlots(torch.autograd.Function):
         ctx: Context, rows_RD: Tensor, weights_TK: Tensor, copy_R: Tensor, slot_TK: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows_RD, weights_TK, copy_R, slot_TK)
-        return _sum_of_slots(rows_RD, slot_TK, weights_TK)
+        return sum_over_choices(_gathered, rows_RD, slot_TK, weights_TK)
 
     @staticmethod
     @once_differentiable

@@ -1,5 +1,6 @@
 """Token copies sorted by expert, and back. Both directions, and both backwards, only gather."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,15 +98,37 @@ def _sum_of_rows(rows_ND: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None)
         return torch.nn.functional.embedding_bag(
             inverse_TK, rows_ND, mode="sum", per_sample_weights=weights
         )
-    # Low-precision rows are added up in float32; embedding_bag would round the weights to the rows' type first.
-    total_TD = torch.zeros(inverse_TK.shape[0], rows_ND.shape[1], dtype=wide, device=rows_ND.device)
-    for choice in range(inverse_TK.shape[1]):
-        taken_TD = rows_ND.index_select(0, inverse_TK[:, choice])
+    # embedding_bag would round the weights to the type of low-precision rows first.
+    return sum_over_choices(_gathered, rows_ND, inverse_TK, weights_TK)
+
+
+def _gathered(rows_ND: Tensor, index: Tensor) -> Tensor:
+    return rows_ND.index_select(0, index)
+
+
+def sum_over_choices(
+    gather: Callable[[Tensor, Tensor], Tensor],
+    rows_RD: Float[Tensor, "R D"],
+    row_TK: Int[Tensor, "T K"],
+    weights_TK: Float[Tensor, "T K"] | None,
+) -> Float[Tensor, "T D"]:
+    """sum_k weights[t, k] * rows[row[t, k]], added up in at least float32, in the rows' type.
+
+    Args:
+        gather: takes rows by number.
+        rows_RD: rows.
+        row_TK: each token's rows, one per choice.
+        weights_TK: 1 where None.
+    """
+    wide = at_least_float32(rows_RD.dtype)
+    total_TD = torch.zeros(row_TK.shape[0], rows_RD.shape[1], dtype=wide, device=rows_RD.device)
+    for choice in range(row_TK.shape[1]):
+        taken_TD = gather(rows_RD, row_TK[:, choice])
         if weights_TK is None:
             total_TD += taken_TD
         else:
             total_TD.addcmul_(taken_TD, weights_TK[:, choice, None].to(wide))
-    return total_TD.to(rows_ND.dtype)
+    return total_TD.to(rows_RD.dtype)
 
 
 # Autograd's own backward of a gather is a scatter-add: slow, and on GPUs not deterministic. Since every copy has
