@@ -1,4 +1,7 @@
-"""A progress bar that fits into a line."""
+"""A progress bar that fits into a line and counts optimizer steps."""
+
+import math
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
@@ -20,6 +23,9 @@ _SHORT = {
 
 class ProgressBar(RichProgressBar):
     """Lightning's bar with short names: full ones take two lines of a terminal of 100 columns.
+
+    In training it counts optimizer steps of the whole run, as `max_steps` does: those before a resumption are done,
+    and neither an epoch nor accumulation begins the count anew.
 
     `load` is `train/load_max_over_mean`; `val` is `val/ce` (nats), shown only where there is no `bpb`,
     `val/bits_per_byte`.
@@ -48,6 +54,36 @@ class ProgressBar(RichProgressBar):
             BatchesProcessedColumn(style=self.theme.batch_progress),
             CustomTimeColumn(style=self.theme.time),
         ]
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Optimizer steps after which training ends; infinite if no number ends it."""
+        trainer = self.trainer
+        limits = [trainer.max_steps] if trainer.max_steps != -1 else []
+        if trainer.max_epochs not in (None, -1) and math.isfinite(trainer.num_training_batches):
+            per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            limits.append(trainer.max_epochs * per_epoch)
+        return min(limits, default=math.inf)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The bar of an earlier epoch goes on, with its count and its time."""
+        if self.train_progress_bar_id is None or self.progress is None:
+            super().on_train_epoch_start(trainer, pl_module)
+        else:
+            epoch = self._get_train_description(trainer.current_epoch)
+            self.progress.update(self.train_progress_bar_id, description=epoch)
+        self._update(self.train_progress_bar_id, trainer.global_step)
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,  # noqa: ANN401 - Lightning's signature
+        batch: Any,  # noqa: ANN401
+        batch_idx: int,
+    ) -> None:
+        """Lightning's bar shows one more than the last argument."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
 
     def _get_train_description(self, current_epoch: int) -> str:
         # Lightning writes "Epoch 0/-2" where steps, not epochs, end the run.
