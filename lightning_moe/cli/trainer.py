@@ -19,7 +19,12 @@ def run_folder() -> Path:
 
 
 def prepare_process(config: DictConfig) -> None:
-    """What comes before the first tensor: options on disk, allocator, seeds."""
+    """What comes before the first tensor: options on disk, allocator, seeds.
+
+    Raises:
+        ValueError: if two options choose the precision.
+    """
+    _refuse_two_precisions(config.trainer)
     _save_options(config)
     if config.keep_freed_memory and config.trainer.accelerator == "cpu":
         keep_freed_memory()
@@ -40,6 +45,20 @@ def build_trainer(config: DictConfig, callbacks: Sequence[L.Callback] = ()) -> L
         _convert_="all",
     )
     return trainer
+
+
+def _refuse_two_precisions(section: DictConfig) -> None:
+    """Lightning refuses them too, but names the plugin by its address."""
+    plugins = section.get("plugins") or []
+    for plugin in [plugins] if isinstance(plugins, DictConfig) else plugins:
+        is_ours = isinstance(plugin, DictConfig) and str(plugin.get("_target_")).endswith(
+            ".MoEPrecision"
+        )
+        if is_ours and section.get("precision") is not None:
+            raise ValueError(
+                f"trainer.precision={section.precision} clashes with MoEPrecision in trainer.plugins, whose base is "
+                "the precision of everything else; set trainer.precision=null"
+            )
 
 
 def _instances(section: DictConfig | None) -> list[Any]:

@@ -45,10 +45,12 @@ class BackendChoice:
     Args:
         name: as in `model.moe.backend`.
         fp8: as in `model.moe.fp8`.
+        by_plugin: whether the plugin `MoEPrecision` asked for it, not the option `model.moe.backend`.
     """
 
-    def __init__(self, name: Backend, fp8: FP8Config) -> None:
+    def __init__(self, name: Backend, fp8: FP8Config, *, by_plugin: bool = False) -> None:
         self.name = name
+        self.by_plugin = by_plugin
         self._candidates = {
             candidate: BACKENDS[candidate](fp8)
             for candidate in (AUTO if name == "auto" else (name,))
@@ -63,9 +65,14 @@ class BackendChoice:
         for backend in self._candidates.values():
             if backend.refusal(sizes) is None:
                 return backend
+        asked, instead = (
+            ("MoEPrecision experts", "leave the plugin out")
+            if self.by_plugin
+            else ("model.moe.backend", "use model.moe.backend=auto")
+        )
         raise ValueError(
-            f"model.moe.backend={self.name} can't run these experts: "
-            f"{self._candidates[self.name].refusal(sizes)}; or use model.moe.backend=auto"
+            f"{asked}={self.name} can't run these experts: "
+            f"{self._candidates[self.name].refusal(sizes)}; or {instead}"
         )
 
     def account(self, sizes: ExpertSizes) -> str:

@@ -68,9 +68,9 @@ class Experts(nn.Module):
             bias=self.config.expert_bias,
         )
 
-    def use_backend(self, name: Backend, fp8: FP8Config) -> None:
-        """Compute with another backend than the config's."""
-        self.backend = BackendChoice(name, fp8)
+    def use_backend(self, name: Backend, fp8: FP8Config, *, by_plugin: bool) -> None:
+        """Compute with another backend, of a plugin or the config's again."""
+        self.backend = BackendChoice(name, fp8, by_plugin=by_plugin)
 
     def keep_(self, expert_ids: range) -> None:
         """Keep only these experts (global ids); the others live on other ranks.

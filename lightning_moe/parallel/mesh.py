@@ -129,6 +129,18 @@ def check_experts(num_experts: int, ep: int) -> None:
         )
 
 
+def check_expert_parallel(requested: object) -> None:
+    """What can be told of a request before ranks and experts are known.
+
+    Raises:
+        ValueError: if it is neither a positive integer nor `auto`.
+    """
+    if requested != "auto" and (type(requested) is not int or requested < 1):
+        raise ValueError(
+            f'strategy.expert_parallel={requested!r} must be a positive integer or "auto"'
+        )
+
+
 def resolve_expert_parallel(
     requested: int | Literal["auto"],
     *,
@@ -144,12 +156,9 @@ def resolve_expert_parallel(
     Raises:
         ValueError: if ranks or experts can't be divided so; names both numbers and the sizes allowed.
     """
+    check_expert_parallel(requested)
     if requested == "auto":
         requested = math.gcd(ranks_per_node, world, *num_experts) if num_experts else 1
-    if not isinstance(requested, int) or isinstance(requested, bool) or requested < 1:
-        raise ValueError(
-            f'strategy.expert_parallel={requested!r} must be a positive integer or "auto"'
-        )
     for experts in num_experts:
         check_experts(experts, requested)
     return MeshShape(world=world, ep=requested)

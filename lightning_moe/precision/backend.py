@@ -124,7 +124,8 @@ class QuantizedBackend:
         needed = ".".join(str(number) for number in recipe.capability)
         advice = (
             f"{recipe.name} needs a CUDA device of compute capability {needed} or more; set "
-            "model.moe.fp8.emulate=true to compute with its codes in float32"
+            "model.moe.fp8.emulate=true (emulate=True of MoEPrecision, if that asked) to compute with its "
+            "codes in float32"
         )
         if recipe.emulate:
             return None

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_moe.config.checks import POSITIVE, check_floats
 from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
@@ -23,7 +24,11 @@ from lightning_moe.parallel.clip import clip_, global_norm
 from lightning_moe.parallel.collectives import ProcessMesh
 from lightning_moe.parallel.dispatch import AllToAllDispatcher
 from lightning_moe.parallel.layout import ParamLayout
-from lightning_moe.parallel.mesh import MeshShape, resolve_expert_parallel
+from lightning_moe.parallel.mesh import (
+    MeshShape,
+    check_expert_parallel,
+    resolve_expert_parallel,
+)
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
 from lightning_moe.parallel.static_dispatch import StaticDispatcher
@@ -63,7 +68,9 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
             as in `DDPStrategy`.
 
     Raises:
-        ValueError: for sizes that don't fit, on every rank, before a process group exists or a weight is changed.
+        ValueError: for options that can't work, at once; for sizes that don't fit, on every rank, before a process
+            group exists or a weight is changed.
+        TypeError: for an option that `DDPStrategy` has and this strategy can't serve, and a timeout that is no number.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per option
@@ -81,7 +88,10 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
         **lightning_options: Any,  # noqa: ANN401 - DDPStrategy's own, checked below
     ) -> None:
         _refuse_unknown(lightning_options)
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        check_expert_parallel(expert_parallel)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        check_floats("strategy", POSITIVE, timeout=seconds)
+        limit = timedelta(seconds=seconds)
         super().__init__(timeout=limit, start_method=start_method, **lightning_options)
         self.expert_parallel = expert_parallel
         self.dispatcher = dispatcher

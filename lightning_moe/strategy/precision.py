@@ -61,7 +61,7 @@ class MoEPrecision(Precision):
         for experts in self._converted:
             self._refuse_clash(experts)
         for experts in self._converted:
-            experts.use_backend(self.experts, self.fp8)
+            experts.use_backend(self.experts, self.fp8, by_plugin=True)
         return self._base.convert_module(module)
 
     def _refuse_clash(self, experts: Experts) -> None:
@@ -103,7 +103,7 @@ class MoEPrecision(Precision):
     def teardown(self) -> None:
         """The experts run on what their config says again."""
         for experts in self._converted:
-            experts.use_backend(experts.config.backend, experts.config.fp8)
+            experts.use_backend(experts.config.backend, experts.config.fp8, by_plugin=False)
         self._converted = []
 
 

@@ -1,5 +1,7 @@
 """What can't work is refused at once: before ranks are connected, and before a weight is changed."""
 
+import math
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -48,8 +50,6 @@ def _trainer(
         (4, 4, 3, "model.moe.num_experts=4 is not a multiple of strategy.expert_parallel=3"),
         (8, 4, 8, "strategy.expert_parallel=8 does not divide the 4 ranks"),
         (2, 4, 4, "model.moe.num_experts=2 is not a multiple of strategy.expert_parallel=4"),
-        (4, 4, 0, "strategy.expert_parallel=0 must be a positive integer"),
-        (4, 4, -1, "strategy.expert_parallel=-1 must be a positive integer"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
@@ -79,6 +79,14 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
         ({"dispatcher": "static", "receive_limit": 9}, "receive_limit=9 has no effect"),
         ({"receive_limit": 0}, "strategy.receive_limit=0 must be at least 1"),
         ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be above 0"),
+        ({"timeout": 0}, "strategy.timeout=0 must be finite and greater than 0"),
+        ({"timeout": -1.0}, "strategy.timeout=-1.0 must be finite and greater than 0"),
+        ({"timeout": math.inf}, "strategy.timeout=inf must be finite"),
+        ({"timeout": timedelta(0)}, "strategy.timeout=0.0 must be finite and greater than 0"),
+        ({"expert_parallel": 0}, "strategy.expert_parallel=0 must be a positive integer"),
+        ({"expert_parallel": "foo"}, "strategy.expert_parallel='foo' must be a positive integer"),
+        ({"expert_parallel": 1.5}, "strategy.expert_parallel=1.5 must be a positive integer"),
+        ({"expert_parallel": True}, "strategy.expert_parallel=True must be a positive integer"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

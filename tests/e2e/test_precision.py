@@ -122,6 +122,15 @@ def test_what_a_backend_cannot_run_is_refused_before_the_first_batch(
     assert calls == []
 
 
+def test_the_remedy_is_one_of_whoever_asked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^MoEPrecision experts=mxfp8 can't run") as refused:
+        _fit(tmp_path, _module(), plugins=[MoEPrecision("mxfp8")])
+    assert "(emulate=True of MoEPrecision, if that asked)" in str(refused.value)
+    assert str(refused.value).endswith("; or leave the plugin out")
+    with pytest.raises(ValueError, match=r"; or use model\.moe\.backend=auto$"):
+        _fit(tmp_path, _module(backend="mxfp8"))
+
+
 def test_precision_can_change_on_resume_and_checkpoints_are_the_same(tmp_path: Path) -> None:
     saved = {}
     for name, plugins in {"mxfp8": [MoEPrecision(**MXFP8)], "fp32": []}.items():

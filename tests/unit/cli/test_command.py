@@ -84,6 +84,14 @@ def test_help_needs_no_torch() -> None:
             ["init_from=none.ckpt"],
             "error: init_from=none.ckpt does not exist; give the path of a checkpoint",
         ),
+        (
+            ["+trainer.plugins=[{_target_: lightning_moe.MoEPrecision, experts: mxfp8}]"],
+            "error: trainer.precision=32-true clashes with MoEPrecision in trainer.plugins",
+        ),
+        (
+            ["+trainer.plugins={_target_: lightning_moe.MoEPrecision, experts: mxfp8}"],
+            "error: trainer.precision=32-true clashes with MoEPrecision in trainer.plugins",
+        ),
         (["data.paths=[none.txt]"], "error: data.paths='none.txt' does not exist; check the path"),
         (
             ["experiment=tiny_anneal"],
