@@ -168,7 +168,9 @@ def _trained(
 def test_a_checkpoint_holds_plain_values_only_and_all_of_the_state(tmp_path: Path) -> None:
     checkpoint = torch.load(_trained(tmp_path), weights_only=True)
     assert any(name.endswith("score_bias") for name in checkpoint["state_dict"])
-    assert checkpoint["lightning_moe"].keys() == {"nominal_tokens", "tokens_seen", "noise_seed"}
+    state = checkpoint["lightning_moe"]
+    assert state.keys() == {"nominal_tokens", "tokens_seen", "noise_seed", "window"}
+    assert [len(counts) for counts in state["window"]["previous"]] == [4, 4]
     assert checkpoint["hyper_parameters"]["config"]["d_model"] == 16
 
 
