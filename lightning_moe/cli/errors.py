@@ -93,6 +93,8 @@ def _speaks_to_users(error: BaseException) -> bool:
 def _unknown_key(error: OmegaConfBaseException) -> str:
     section, _, name = str(error.full_key).rpartition(".")
     prefix = f"{section}." if section else ""
+    if isinstance(error.parent_node, omegaconf.DictConfig) and error.parent_node == {}:
+        return f"{section} is empty; add to it with a plus: +{error.full_key}=VALUE"
     known = list(_keys(error.parent_node))
     close = difflib.get_close_matches(name, known, n=1)
     if close:

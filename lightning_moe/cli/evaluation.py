@@ -65,6 +65,8 @@ def _data_options(
 
 
 @rank_zero_only
-def _report(data: TokenDataModule, cross_entropy: float, path: str, limit_batches: float) -> None:
+def _report(
+    data: TokenDataModule, cross_entropy: float, path: str, limit_batches: int | float
+) -> None:
     print_scores(data, cross_entropy, limit_batches)
     print_facts({"checkpoint": path, "data": data.describe()})

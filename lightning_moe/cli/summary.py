@@ -25,13 +25,14 @@ def print_facts(facts: dict[str, str]) -> None:
         console.print(value, markup=False)
 
 
-def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: float) -> None:
+def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: int | float) -> None:
     """Print the model's validation loss beside those of two byte models.
 
     Args:
         data: what was validated on.
         cross_entropy: mean over the validation tokens, in nats.
-        limit_batches: the Trainer's `limit_val_batches`, named if it left tokens out.
+        limit_batches: the Trainer's `limit_val_batches`: an integer counts batches, a float is a share. Named if it
+            may have left tokens out.
     """
     bytes_per_token = data.val_bytes_per_token
     table = Table(title=f"validation on {data.num_val_tokens:,} tokens", title_justify="left")
@@ -52,7 +53,8 @@ def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: flo
             table.add_row(name, f"{score:.4f}", f"{score * math.log(2) * bytes_per_token:.4f}")
     else:
         table.caption = "no byte baselines: the tokens are not known to be bytes"
-    if limit_batches != 1.0:
+    # 1 is one batch, 1.0 is all of them.
+    if isinstance(limit_batches, int) or limit_batches != 1:
         table.caption = f"the model saw a part only: trainer.limit_val_batches={limit_batches}"
     Console().print(table)
 

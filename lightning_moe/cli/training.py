@@ -50,7 +50,10 @@ def train(config: DictConfig) -> float:
     cross_entropy = validation.loss
     if validation.step != trainer.global_step:
         cross_entropy = float(trainer.validate(module, data, verbose=False)[0]["val/ce"])
-    _report(trainer, data, cross_entropy, seconds)
+    first_step = checkpoint["global_step"] if checkpoint and config.ckpt_path is not None else 0
+    _report(
+        trainer, data, cross_entropy, f"{trainer.global_step - first_step} steps in {seconds:.1f} s"
+    )
     return cross_entropy
 
 
@@ -129,15 +132,13 @@ def _report_interrupt(trainer: L.Trainer) -> None:
 
 
 @rank_zero_only
-def _report(
-    trainer: L.Trainer, data: TokenDataModule, cross_entropy: float, seconds: float
-) -> None:
+def _report(trainer: L.Trainer, data: TokenDataModule, cross_entropy: float, training: str) -> None:
     print_scores(data, cross_entropy, trainer.limit_val_batches)
     print_facts(
         {
             "run folder": str(trainer.default_root_dir),
             "checkpoint": str(_last_checkpoint(trainer) or "none: no callback saves one"),
-            "training": f"{trainer.global_step} steps in {seconds:.1f} s",
+            "training": training,
         }
     )
 

@@ -1,6 +1,7 @@
 """Reads the folder of a run: its metrics, its options, and how its tokens were routed."""
 
 import csv
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +73,18 @@ def read_run(folder: Path) -> Run:
 
 
 def read_metrics(folder: Path) -> dict[str, Series]:
-    """All parts of a run's `metrics.csv`; where a resumed run repeats a step, the newer value counts."""
+    """All parts of a run's `metrics.csv`; each takes away what earlier parts say of its first step and later ones."""
     earlier = sorted(folder.glob("metrics_*.csv"), key=lambda path: (len(path.name), path.name))
     points: dict[str, dict[int, float]] = {}
     for path in [*earlier, folder / METRICS]:
-        for step, name, value in _read_csv(path):
+        cells = list(_read_csv(path))
+        start = min((step for step, _, _ in cells), default=math.inf)
+        for values in points.values():
+            for step in [step for step in values if step >= start]:
+                del values[step]
+        for step, name, value in cells:
             points.setdefault(name, {})[step] = value
-    return {name: _series(values) for name, values in points.items()}
+    return {name: _series(values) for name, values in points.items() if values}
 
 
 def read_options(folder: Path) -> dict[str, object]:

@@ -129,13 +129,14 @@ def test_a_resumed_run_equals_a_straight_one_exactly(
     folder: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = folder / f"resumed_{checkpoint}"
-    train(
+    text = train(
         folder,
         *TRACED,
         "trainer.max_steps=6",
         f"ckpt_path=RUN/checkpoints/{checkpoint}.ckpt",
         f"hydra.run.dir={run.name}",
     )
+    assert f" {6 - int(checkpoint[-1])} steps in " in text
     resumed = column(run, "train/ce")
     assert resumed == {step: column(folder / "RUN", "train/ce")[step] for step in resumed}
     assert list(resumed) == list(range(int(checkpoint[-1]), 6))

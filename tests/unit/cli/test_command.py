@@ -74,6 +74,14 @@ def test_help_needs_no_torch() -> None:
             ["trainer.max_stepps=3"],
             "error: trainer.max_stepps is not an option; did you mean trainer.max_steps?",
         ),
+        (
+            ["model.layer_overrides={3: {recompute: block}}"],
+            "error: model.layer_overrides is empty; add to it with a plus: +model.layer_overrides.3=",
+        ),
+        (
+            ["+model.layer_overrides.3={recompute: block}", "optim.lr=-1"],
+            "error: optim.lr=-1.0 must be",
+        ),
         (["model=tinny"], "error: In 'train': Could not find 'model/tinny'"),
         (["optim.lr=-1"], "error: optim.lr=-1.0 must be finite and at least 0"),
         (

@@ -36,6 +36,22 @@ def test_a_resumed_run_is_one_series_and_its_newest_part_counts(tmp_path: Path) 
     assert series.values.tolist() == [5.0, 3.5, 2.5, 1.5]
 
 
+def test_steps_of_a_branch_that_was_left_are_gone_in_every_column(tmp_path: Path) -> None:
+    make_run(tmp_path, metrics="epoch,step,train/ce\n0,2,2.5\n0,3,1.5\n")
+    earlier = "epoch,step,train/ce,val/ce\n0,1,4.0,4.5\n0,2,3.0,\n0,7,0.5,9.0\n"
+    (tmp_path / "metrics_1.csv").write_text(earlier)
+    run = read_run(tmp_path)
+    assert run.series("train/ce").values.tolist() == [4.0, 2.5, 1.5]
+    assert run.series("val/ce").values.tolist() == [4.5]
+    assert run.num_steps == 4
+
+
+def test_a_part_without_a_row_takes_nothing_away(tmp_path: Path) -> None:
+    make_run(tmp_path, metrics="epoch,step,train/ce\n")
+    (tmp_path / "metrics_1.csv").write_text("epoch,step,train/ce\n0,2,3.0\n")
+    assert read_run(tmp_path).series("train/ce").steps.tolist() == [2]
+
+
 def test_a_last_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, metrics=METRICS + "0,4,1.0,1.9"))
     assert run.num_steps == 4
