@@ -1,6 +1,7 @@
 """Where the balance loss takes its expert counts from: a micro-batch, the optimizer step, or the one before."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import lightning as L
@@ -33,7 +34,7 @@ def step_router_losses(module: L.LightningModule, records: Sequence[Routing]) ->
     Counts that go over ranks do so in one message for all layers. `accumulated`, `lagged` and `exact` need
     `self.window = StepWindow()`. `exact` also needs a method `routing_step(batch, batch_idx)`, which gives the
     records of `training_step` again; it is called without gradients for the micro-batches that the step has still to
-    come, starting from the same random numbers.
+    come, starting from the same random numbers, with copies of these and of the buffers (running means).
 
     Args:
         module: in the middle of a `training_step`.
@@ -124,20 +125,22 @@ def _needed_window(module: L.LightningModule, layers: Sequence[MoE]) -> StepWind
             "routing_step(batch, batch_idx) that gives the routing records of a batch; write one, or choose "
             "accumulated or lagged"
         )
+    # Outside of a Trainer nothing steps.
+    if window is not None and module._trainer is not None and module.trainer.training:
+        refuse_unclosed(module, counts_matter=bool(beyond))
     if window is not None and beyond:
         if not module.trainer.training:
             raise RuntimeError(
                 f"model.moe.router.lb_loss_scope={beyond[0]!r} is about optimizer steps: call step_router_losses in "
                 "training_step only; elsewhere `nn.balance_loss(records)` tells the balance of a batch"
             )
-        refuse_unclosed(module)
         if window.awaits:
             raise RuntimeError(
                 f"model.moe.router.lb_loss_scope={beyond[0]!r} needs every micro-batch of a step, and the one before "
                 "was not added: after step_router_losses, call `self.window.add(...)` or `self.window.record(...)` "
                 "with the same records"
             )
-        window.awaits = True
+        window.awaits = len(layers)
     return StepWindow() if window is None else window
 
 
@@ -148,10 +151,29 @@ def _counts_ahead(module: L.LightningModule, num_layers: int) -> list[Tensor]:
     first = module.trainer.fit_loop.batch_idx + 1
     totals: list[Tensor] = [torch.zeros((), dtype=torch.int64, device=module.device)] * num_layers
     devices = [module.device] if module.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), _copied_buffers(module):
         for batch_idx, batch in enumerate(batches, start=first):
             records = module.routing_step(batch, batch_idx)
             totals = [
                 total + record.requested_E for total, record in zip(totals, records, strict=True)
             ]
     return totals
+
+
+@contextmanager
+def _copied_buffers(module: L.LightningModule) -> Iterator[None]:
+    """Forwards write to copies of the buffers: a batch norm would see every batch twice."""
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = copies[buffer]
+    try:
+        yield
+    finally:
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer

@@ -52,8 +52,8 @@ class LookAhead:
 def batches_ahead(module: L.LightningModule) -> list[Any]:
     """The micro-batches that follow the present one in its optimizer step, on the module's device.
 
-    To be called from `training_step`. Hooks that change a batch on its way to the device run for these batches here,
-    and once more when the Trainer hands them out.
+    To be called from `training_step`. They are copies: hooks that change a batch on its way to the device run for
+    them here, and once more when the Trainer hands the batch itself out.
 
     Raises:
         RuntimeError: if the Trainer can't say which micro-batches belong to a step, or doesn't fetch them itself.
@@ -73,7 +73,8 @@ def batches_ahead(module: L.LightningModule) -> list[Any]:
             "accumulated or lagged"
         )
     number = _number_ahead(trainer)
-    return [_on_device(module, item[0]) for item in _peek(fetcher, number)] if number else []
+    items = _peek(fetcher, number) if number else []
+    return [_on_device(module, copy.deepcopy(item[0])) for item in items]
 
 
 def _number_ahead(trainer: L.Trainer) -> int:

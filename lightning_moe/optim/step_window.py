@@ -40,18 +40,18 @@ class StepWindow:
     clipping and the step, `close_window` divides all gradients once, by the tokens of the whole step: the
     gradient is that of one big batch, whatever the accumulation, the number of ranks and the padding.
     A module that returns its own mean loss calls `record(records)` instead and its gradients are left alone.
-    `MoEModule`, `ExpertParallelStrategy` and the callbacks that read counts close the window; a module with none of
-    them calls `close_window(self)` in `on_before_optimizer_step`.
+    `MoEModule`, `ExpertParallelStrategy` and the callbacks that read counts close the window. Other modules call
+    `close_window(self)` in `on_before_optimizer_step`: callbacks come and go (a learning-rate finder takes all out).
 
     Attributes:
         nominal_tokens: the constant, equal on all ranks; tokens of a full micro-batch keep losses near their mean.
         last: statistics of the last closed step.
         observers: called with the records of every micro-batch as it is added; a copy of the window has none.
         previous: per MoE layer, the token copies asked of each expert in the last closed step, over all ranks; what
-            the balance scope `lagged` uses. None before the first step.
+            the balance scope `lagged` uses. None before the first step of a fit that doesn't resume another.
         foreseen: the same for the step in progress, by number of the layer, where the balance scope is `exact`.
         opened_at: the Trainer's `global_step` when `step_router_losses` was last called in this step.
-        awaits: whether that call's micro-batch has still to be added.
+        awaits: how many records of that call have still to be added, where a balance scope counts on them.
     """
 
     def __init__(self, nominal_tokens: int = 1) -> None:
@@ -61,13 +61,20 @@ class StepWindow:
         self.last: StepStatistics | None = None
         self.observers: list[Callable[[Sequence[Routing]], None]] = []
         self.previous: tuple[Tensor, ...] | None = None
+        self._resumes = False
         self.reset()
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "observers": []}
 
     def reset(self) -> None:
-        """Forget the open step, e.g. one that an exception or the end of training cut short."""
+        """Begin a fit: forget the open step, and the one before unless `load_state_dict` has just brought it."""
+        if not self._resumes:
+            self.previous = None
+        self._resumes = False
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._num_losses = 0
         self._num_records = 0
         self._num_tokens: Tensor | None = None
@@ -76,7 +83,7 @@ class StepWindow:
         self._divided: StepStatistics | None = None
         self.foreseen: dict[int, Tensor] = {}
         self.opened_at: int | None = None
-        self.awaits = False
+        self.awaits = 0
 
     def state_dict(self) -> dict[str, list[list[int]] | None]:
         """What a resumed run needs where a balance scope is `lagged`: the counts of the last closed step."""
@@ -89,6 +96,7 @@ class StepWindow:
         self.previous = (
             None if previous is None else tuple(torch.tensor(counts) for counts in previous)
         )
+        self._resumes = True
 
     def requested_so_far(self, layer: int) -> Tensor:
         """Copies asked of each expert in the open step on this rank; a scalar 0 when nothing was added yet."""
@@ -113,6 +121,11 @@ class StepWindow:
     def is_open(self) -> bool:
         """Whether anything was added since the last close."""
         return self._num_losses + self._num_records > 0
+
+    @property
+    def divides(self) -> bool:
+        """Whether `close` will divide gradients."""
+        return self._num_losses > 0
 
     def add(
         self,
@@ -148,7 +161,13 @@ class StepWindow:
         self._count(records)
 
     def _count(self, records: Sequence[Routing]) -> None:
-        self.awaits = False
+        if self.awaits and len(records) != self.awaits:
+            raise ValueError(
+                f"step_router_losses was called with {self.awaits} routing records, and {len(records)} were added to "
+                "the window; its balance scopes need them all: `self.window.add(loss_sum, num_tokens, records)`, or "
+                "`self.window.record(records)`"
+            )
+        self.awaits = 0
         for observe in self.observers:
             observe(records)
         requested = [record.requested_E for record in records]
@@ -210,7 +229,8 @@ class StepWindow:
             if self._num_losses:
                 scale_(gradients, self._factor(statistics, num_ranks, accumulate))
         self._refuse_unforeseen(statistics)
-        self.reset()
+        self._resumes = False
+        self._begin_step()
         self.last, self.previous = statistics, statistics.requested
         return statistics
 
@@ -272,8 +292,12 @@ def close_window(module: L.LightningModule) -> StepStatistics | None:
     )
 
 
-def refuse_unclosed(module: L.LightningModule) -> None:
+def refuse_unclosed(module: L.LightningModule, *, counts_matter: bool = True) -> None:
     """Note at which step `module.window` is opened, and refuse to go on with it in a later one.
+
+    Args:
+        module: in the middle of a `training_step`, or at its end.
+        counts_matter: whether records alone, which ask for no division, have to be closed as well.
 
     Raises:
         RuntimeError: if an optimizer step went by while the window stayed open.
@@ -282,7 +306,8 @@ def refuse_unclosed(module: L.LightningModule) -> None:
     if window is None:
         return
     step = module.trainer.global_step
-    if window.is_open and window.opened_at not in (None, step):
+    must_close = window.divides or (counts_matter and window.is_open)
+    if must_close and window.opened_at not in (None, step):
         raise RuntimeError(
             "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
             "overridden without calling super().optimizer_step, or nothing closes the module's StepWindow; call it, "

@@ -16,6 +16,7 @@ from tests.e2e.own_modules import OwnModule
 from tests.e2e.runs import (
     GAMMA,
     LEARNING_RATE,
+    VOCAB_SIZE,
     Run,
     SgdModule,
     assert_same,
@@ -255,9 +256,80 @@ def test_exact_is_refused_where_the_step_fetches_its_batches_itself(tmp_path: Pa
         _fit(tmp_path, _TakesAnIterator())
 
 
-def test_a_window_that_nothing_closes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_micro_batch", "accumulated"])
+def test_a_window_that_nothing_closes_is_refused(tmp_path: Path, scope: str) -> None:
     with pytest.raises(RuntimeError, match=r"or nothing closes the module's StepWindow"):
-        _fit(tmp_path, Balanced("accumulated"), callbacks=[])
+        _fit(tmp_path, Balanced(scope), callbacks=[])
+
+
+class _RecordsOnly(Balanced):
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        total, num_tokens, routing = self.loss_sum(batch)
+        auxiliary = step_router_losses(self, [routing])
+        self.window.record([routing])
+        return (total + auxiliary.total) / num_tokens
+
+
+def test_a_window_of_records_alone_may_stay_open_where_no_scope_reads_it(tmp_path: Path) -> None:
+    module = _RecordsOnly("micro_batch")
+    _fit(tmp_path, module, callbacks=[])
+    assert module.window.is_open
+    with pytest.raises(RuntimeError, match=r"or nothing closes the module's StepWindow"):
+        _fit(tmp_path, _RecordsOnly("lagged"), callbacks=[])
+
+
+class _KeepsRecords(Balanced):
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        total, num_tokens, routing = self.loss_sum(batch)
+        auxiliary = step_router_losses(self, [routing])
+        return self.window.add(total + auxiliary.total, num_tokens)
+
+
+@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
+def test_a_micro_batch_added_without_its_records_is_refused(tmp_path: Path, scope: str) -> None:
+    with pytest.raises(ValueError, match=r"called with 1 routing records, and 0 were added"):
+        _fit(tmp_path, _KeepsRecords(scope), callbacks=[NonFiniteGuard()])
+
+
+def test_a_fit_that_resumes_nothing_does_not_know_the_last_step_of_another(tmp_path: Path) -> None:
+    module = Balanced("lagged")
+    module.on_train_start = module.window.reset
+    initial = {name: tensor.clone() for name, tensor in module.double().state_dict().items()}
+    first = _fit(tmp_path, module)
+    module.load_state_dict(initial)
+    torch.testing.assert_close(_fit(tmp_path, module), first, rtol=0, atol=0)
+
+
+class _ChangesBatches(Balanced):
+    """Writes to each batch, on its way to the device and in its forward; has a batch norm."""
+
+    def __init__(self, scope: str) -> None:
+        super().__init__(scope)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("forwards", torch.tensor(0))
+        self.seen: list[int] = []
+
+    def on_after_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> TokenBatch:
+        batch.ids_BS.add_(1)
+        return batch
+
+    def loss_sum(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Routing]:
+        batch.ids_BS.add_(1).remainder_(VOCAB_SIZE)
+        self.norm(batch.ids_BS.double())
+        self.forwards = self.forwards + 1
+        return super().loss_sum(batch)
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        self.seen.append(int(batch.ids_BS.sum()))
+        return super().training_step(batch, batch_idx)
+
+
+def test_looking_ahead_leaves_batches_and_buffers_to_training(tmp_path: Path) -> None:
+    exact, lagged = _ChangesBatches("exact"), _ChangesBatches("lagged")
+    states = [_fit(tmp_path, module) for module in (exact, lagged)]
+    assert exact.seen == lagged.seen
+    assert states[0]["norm.num_batches_tracked"] == states[0]["forwards"] == len(LENGTHS)
+    torch.testing.assert_close(states[0]["norm.running_mean"], states[1]["norm.running_mean"])
 
 
 class _AddsNothing(Balanced):
