@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_moe.cli.errors import show_error
@@ -50,9 +51,16 @@ def _report(folder: Path, output: Path | None) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A browser that reloads while a run goes on never sees half a page.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise OSError(
+            f"{path} can't be written: {error.strerror}; choose another file with --output"
+        ) from error
     print(f"{path}: {len(text) / 1024:,.0f} KiB")

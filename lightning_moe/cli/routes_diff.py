@@ -1,6 +1,7 @@
 """`lightning-moe routes-diff`: two traces in, where they part and why."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,12 +45,19 @@ def _parser() -> argparse.ArgumentParser:
         )
     parser.add_argument(
         "--tie",
-        type=float,
+        type=_margin,
         default=1e-4,
         metavar="MARGIN",
         help="margins up to this, in units of the selection score, count as near-ties (default 1e-4)",
     )
     return parser
+
+
+def _margin(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} must be finite and at least 0")
+    return value
 
 
 def _print(difference: "RoutesDiff") -> None:

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +24,15 @@ def print_facts(facts: dict[str, str]) -> None:
     for name, value in facts.items():
         console.print(f"[bold]{name:<{width}}[/bold]  ", end="")
         console.print(value, markup=False)
+
+
+@rank_zero_only
+def announce_compiling(backend: str) -> None:
+    """Say why nothing seems to happen at first (`model.compile`)."""
+    if backend != "none":
+        print(
+            f"model.compile={backend}: the first micro-batch compiles, which can take a minute or two"
+        )
 
 
 def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: int | float) -> None:

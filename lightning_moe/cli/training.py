@@ -19,7 +19,7 @@ from lightning_moe.cli.checkpoints import (
 )
 from lightning_moe.cli.options import RunConfig, read_options
 from lightning_moe.cli.quiet import quieten
-from lightning_moe.cli.summary import print_facts, print_scores
+from lightning_moe.cli.summary import announce_compiling, print_facts, print_scores
 from lightning_moe.cli.trainer import build_trainer, prepare_process, run_folder
 from lightning_moe.config import to_mapping
 from lightning_moe.data import TokenDataModule
@@ -46,6 +46,7 @@ def train(config: DictConfig) -> float:
     validation = _LastValidation()
     trainer = build_trainer(config, [*_callbacks(config, options), validation])
     _keep_earlier_metrics(run_folder())
+    announce_compiling(options.model.compile)
     seconds = _fit(trainer, module, data, config.ckpt_path)
     cross_entropy = validation.loss
     if validation.step != trainer.global_step:

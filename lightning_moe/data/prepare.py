@@ -112,16 +112,21 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
 
 @contextmanager
 def progress_bar(description: str = "tokens") -> Iterator[Progress]:
-    """A bar in the terminal, as a `progress` callback."""
+    """A bar in the terminal, as a `progress` callback; shown from its first call on."""
     from rich.progress import Progress as Bar  # noqa: PLC0415 - only where a bar is shown
 
-    with Bar() as bar:
-        task = bar.add_task(description)
+    bar = Bar()
+    task = bar.add_task(description)
 
-        def update(num_done: int, num_documents: int) -> None:
-            bar.update(task, completed=num_done, total=num_documents)
+    def update(num_done: int, num_documents: int) -> None:
+        bar.start()
+        bar.update(task, completed=num_done, total=num_documents)
 
+    try:
         yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _documents(sources: str | Path | Sequence[str | Path]) -> list[Document]:
@@ -138,7 +143,9 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         raise FileNotFoundError(f"output={str(output)!r}: there is no folder {output.parent}")
     for path in (output, sidecar_path(output)):
         if path.exists() and not overwrite:
-            raise FileExistsError(f"{path} exists; pass overwrite=True or choose another output")
+            raise FileExistsError(
+                f"{path} exists; pass overwrite=True (on the command line --overwrite) or choose another output"
+            )
 
 
 def _choose_dtype(dtype: str, vocab_size: int) -> str:

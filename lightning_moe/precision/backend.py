@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     class _Context(Context):
         recipe: "Recipe"
+        dtypes: tuple[torch.dtype, torch.dtype]
 
 else:
     _Context = Context
@@ -180,30 +181,30 @@ class _QuantizedExperts(torch.autograd.Function):
         rows = recipe.quantize(rows_RW)
         packed_RP = recipe.matmul(rows, up_gate, counts_L, rows_RW.dtype)
         hidden = recipe.quantize(_swiglu(packed_RP))
-        ctx.recipe = recipe
-        ctx.save_for_backward(
-            counts_L, packed_RP, w_up_gate, w_down, *_flat(rows, up_gate_back, down_back)
-        )
+        # Backward works with the codes: a weight may change before it.
+        ctx.recipe, ctx.dtypes = recipe, (w_up_gate.dtype, w_down.dtype)
+        ctx.save_for_backward(counts_L, packed_RP, *_flat(rows, up_gate_back, down_back))
         return recipe.matmul(hidden, down, counts_L, rows_RW.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad_RW: Tensor) -> tuple[Tensor | None, ...]:
         recipe = ctx.recipe
-        counts_L, packed_RP, w_up_gate, w_down, *flat = ctx.saved_tensors
+        up_gate_dtype, down_dtype = ctx.dtypes
+        counts_L, packed_RP, *flat = ctx.saved_tensors
         rows, up_gate_back, down_back = _pairs(flat)
         dtype = grad_RW.dtype
         grad_rows = grad_up_gate = grad_down = None
         if ctx.needs_input_grad[4]:
             hidden_RF = dequantize(recipe.quantize(_swiglu(packed_RP))).to(dtype)
             grad_down = torch_weight_gradient(hidden_RF, grad_RW.contiguous(), counts_L)
-            grad_down = grad_down.to(w_down.dtype)
+            grad_down = grad_down.to(down_dtype)
         grad_hidden_RF = recipe.matmul(recipe.quantize(grad_RW), down_back, counts_L, torch.float32)
         grad_packed_RP = _swiglu_backward(packed_RP, grad_hidden_RF)
         if ctx.needs_input_grad[3]:
             grad_up_gate = torch_weight_gradient(
                 grad_packed_RP.to(dtype), dequantize(rows).to(dtype), counts_L
-            ).to(w_up_gate.dtype)
+            ).to(up_gate_dtype)
         if ctx.needs_input_grad[2]:
             grad_rows = recipe.matmul(
                 recipe.quantize(grad_packed_RP), up_gate_back, counts_L, dtype

@@ -45,6 +45,18 @@ class Run:
         return node
 
     @property
+    def silence(self) -> str:
+        """Why there is no number of a training step; empty if there is one."""
+        every = self.option("trainer.log_every_n_steps")
+        is_short = isinstance(every, int) and self.num_steps < every
+        if not is_short or any(name.startswith("train/") for name in self.metrics):
+            return ""
+        return (
+            f"no training step was logged: trainer.log_every_n_steps={every}, and the run has not got that far; "
+            "set it to 1 for a short run"
+        )
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps up to the last one that was logged."""
         return max((int(series.steps[-1]) + 1 for series in self.metrics.values()), default=0)

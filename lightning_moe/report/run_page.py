@@ -74,7 +74,7 @@ def _overview(run: Run) -> Section:
         name="overview",
         title="Overview",
         about=_model_words(run),
-        content=tiles(numbers),
+        content=(warning(run.silence) if run.silence else "") + tiles(numbers),
         absent="",
     )
 

@@ -39,7 +39,7 @@ class Job:
         options: the overrides that differ between jobs, by key.
         results: one number per entry of `RESULTS`; all NaN where nothing could be read.
         run: None where nothing could be read.
-        problem: why.
+        problem: why nothing could be read, or why there is no number of a training step.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _job(folder: Path, options: dict[str, str]) -> Job:
         nothing = dict.fromkeys(RESULTS, math.nan)
         return Job(name=folder.name, options=options, results=nothing, run=None, problem=str(error))
     results = {name: result(run) for name, result in RESULTS.items()}
-    return Job(name=folder.name, options=options, results=results, run=run)
+    return Job(name=folder.name, options=options, results=results, run=run, problem=run.silence)
 
 
 def _overrides(path: Path) -> dict[str, str]:

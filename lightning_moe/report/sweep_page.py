@@ -22,7 +22,7 @@ def sweep_page(folder: Path, jobs: list[Job]) -> str:
 
 
 def _jobs(jobs: list[Job]) -> Section:
-    names = [_short(key) for key in jobs[0].options]
+    names = _short_names(list(jobs[0].options)).values()
     rows = [
         [job.name, *job.options.values(), *(short(value) for value in job.results.values())]
         for job in jobs
@@ -42,11 +42,11 @@ def _options(jobs: list[Job]) -> Section:
     """Means over all runs with a value: what the option does, whatever the others are."""
     shown = [name for name in RESULTS if name != "steps"]
     rows = []
-    for key in jobs[0].options:
+    for key, short_name in _short_names(list(jobs[0].options)).items():
         for value in dict.fromkeys(job.options[key] for job in jobs):
             members = [job for job in jobs if job.options[key] == value]
             means = [_mean([job.results[name] for job in members]) for name in shown]
-            rows.append([f"{_short(key)}={value}", str(len(members)), *map(short, means)])
+            rows.append([f"{short_name}={value}", str(len(members)), *map(short, means)])
     return Section(
         name="options",
         title="What each option does",
@@ -105,9 +105,15 @@ def _lines(jobs: list[Job], column: str) -> dict[str, Series]:
     return {f"job {job.name}": job.run.series(column) for job in jobs if job.run is not None}
 
 
-def _short(key: str) -> str:
-    """`lb_loss_weight` for `model.moe.router.lb_loss_weight`."""
-    return key.rpartition(".")[2]
+def _short_names(keys: list[str]) -> dict[str, str]:
+    """`lb_loss_weight` for `model.moe.router.lb_loss_weight`, with as much before it as no other key ends in."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        tails = [".".join(parts[first:]) for first in reversed(range(len(parts)))]
+        alone = (tail for tail in tails if sum(f".{k}".endswith(f".{tail}") for k in keys) == 1)
+        names[key] = next(alone, key)
+    return names
 
 
 def _mean(values: list[float]) -> float:

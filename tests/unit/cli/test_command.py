@@ -156,7 +156,10 @@ def test_prepare_reports_what_it_wrote_and_refuses_to_replace_it(
         in (capsys.readouterr().out)
     )
     assert main(call) == 1
-    assert "exists" in capsys.readouterr().err
+    # Nothing was done, so no bar is shown.
+    seen = capsys.readouterr()
+    assert "on the command line --overwrite" in seen.err
+    assert seen.out == ""
     assert main([*call, "--overwrite"]) == 0
 
 

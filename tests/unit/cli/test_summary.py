@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_moe.cli import main, training
 from lightning_moe.cli.summary import print_scores
 from lightning_moe.data import TokenDataModule
 
@@ -20,3 +21,19 @@ def test_one_batch_is_a_part_and_a_share_of_one_is_all(
     print_scores(data, 1.0, limit)
     caption = f"part only: trainer.limit_val_batches={limit}"
     assert (caption in " ".join(capsys.readouterr().out.split())) == is_part
+
+
+def test_compiling_is_announced_before_the_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 40)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "_fit", stop)
+    small = ("data.paths=[a.txt]", "data.sequence_length=16", "data.val_fraction=0.5")
+    for backend, is_told in (("aot_eager", True), ("none", False)):
+        assert main(["train", *small, "model.num_layers=2", f"model.compile={backend}"]) == 130
+        told = f"model.compile={backend}: the first micro-batch compiles"
+        assert (told in capsys.readouterr().out) == is_told

@@ -448,3 +448,21 @@ def test_a_weight_changed_before_backward_does_not_change_its_gradients() -> Non
     experts.w_down.data.zero_()
     (got,) = torch.autograd.grad(out.sum(), rows)
     assert torch.equal(got, wanted)
+
+
+@BACKENDS
+def test_a_weight_may_change_before_backward_which_has_the_codes(
+    backend: str, generator: torch.Generator
+) -> None:
+    rows = torch.randn(6, WIDTH, generator=generator)
+    upstream = torch.randn(6, WIDTH, generator=generator)
+    counts = [4, 2]
+    expected = _run(_experts(backend, 2), rows, counts, upstream)
+    experts = _experts(backend, 2)
+    out = experts(leaf := rows.clone().requires_grad_(), torch.tensor(counts))
+    with torch.no_grad():
+        experts.w_up_gate.mul_(2)
+        experts.w_down.mul_(2)
+    leaves = [leaf, experts.w_up_gate, experts.w_down]
+    for got, gradient in zip(torch.autograd.grad(out, leaves, upstream), expected[1:], strict=True):
+        assert torch.equal(got, gradient)

@@ -222,3 +222,14 @@ def test_an_array_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", anything=np.zeros(3))
     with pytest.raises(ValueError, match="can't be read as routes"):
         read_trace(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("tie", ["-1", "nan", "inf"])
+def test_a_margin_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tie: str
+) -> None:
+    one = str(_write(tmp_path / "one", BASE))
+    with pytest.raises(SystemExit) as stop:
+        main(["routes-diff", one, one, "--tie", tie])
+    assert stop.value.code == 2
+    assert f"argument --tie: {tie} must be finite and at least 0" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_moe.cli import main
-from lightning_moe.report import read_run
+from lightning_moe.report import read_run, run_page
 from tests.unit.report.run_folder import METRICS, make_run
 
 
@@ -118,3 +118,19 @@ def test_report_is_a_command_with_plain_flags(capsys: pytest.CaptureFixture[str]
         main(["report"])
     assert stop.value.code == 2
     assert "usage: lightning-moe report" in capsys.readouterr().err
+
+
+SHORT = "epoch,step,val/ce\n0,2,4.5\n"
+
+
+def test_a_run_too_short_to_log_a_step_says_so(tmp_path: Path) -> None:
+    config = "trainer: {log_every_n_steps: 10}\n"
+    run = read_run(make_run(tmp_path / "short", metrics=SHORT, config=config))
+    assert "trainer.log_every_n_steps=10" in run.silence
+    assert "no training step was logged: trainer.log_every_n_steps=10" in run_page(run)
+    # Three steps are enough for this one, and what another module logs isn't known.
+    config = "trainer: {log_every_n_steps: 3}\n"
+    assert read_run(make_run(tmp_path / "b", metrics=SHORT, config=config)).silence == ""
+    assert read_run(make_run(tmp_path / "c", metrics=SHORT, config=None)).silence == ""
+    long = read_run(make_run(tmp_path / "d", config="trainer: {log_every_n_steps: 10}\n"))
+    assert long.silence == ""

@@ -84,3 +84,33 @@ def test_a_job_with_damaged_files_does_not_hide_the_others(sweep: Path) -> None:
     assert jobs[1].run is None
     assert "is damaged" in jobs[1].problem
     assert jobs[0].results["validation cross-entropy"] == 2.5
+
+
+def test_a_job_too_short_to_log_a_step_says_so_beside_its_row(sweep: Path) -> None:
+    (sweep / "0" / "config.yaml").write_text("trainer: {log_every_n_steps: 10}\n")
+    (sweep / "0" / "metrics.csv").write_text("epoch,step,val/ce\n0,2,4.5\n")
+    job = read_sweep(sweep)[0]
+    assert job.results["validation cross-entropy"] == 4.5
+    assert "trainer.log_every_n_steps=10" in job.problem
+
+
+def test_headings_tell_options_with_one_last_name_apart(sweep: Path) -> None:
+    for job in sweep.glob("*/.hydra/overrides.yaml"):
+        text = job.read_text() + f"- model.moe.shared.hidden_size={job.parents[1].name}\n"
+        job.write_text(text + f"- model.moe.hidden_size={job.parents[1].name}\n")
+    html = sweep_page(sweep, read_sweep(sweep))
+    assert ">lb_loss_weight</th>" in html
+    assert ">shared.hidden_size</th>" in html
+    assert ">moe.hidden_size</th>" in html
+
+
+def test_a_page_that_cannot_be_written_is_an_error_in_one_line(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "a folder").mkdir()
+    for place in (sweep / "a folder", sweep / "multirun.yaml" / "page.html"):
+        assert main(["report", str(sweep), "--output", str(place)]) == 1
+        text = capsys.readouterr().err
+        assert text.startswith(f"error: {place} can't be written: ")
+        assert text.endswith("choose another file with --output\n")
+    assert list(sweep.glob(".a folder*")) == []
