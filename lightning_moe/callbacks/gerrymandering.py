@@ -81,6 +81,17 @@ class GerrymanderingAlarm:
         return not before and bool(self.suspicious)
 
 
+def episodes(layers: Sequence[Sequence[LayerHealth]]) -> list[int]:
+    """The entries of a whole history, given layer by layer, at which `GerrymanderingAlarm` finds that one begins."""
+    alarm = GerrymanderingAlarm(len(layers))
+    return [number for number, entry in enumerate(zip(*layers, strict=True)) if alarm.begins(entry)]
+
+
+def can_be_fooled(*, bias_gamma: object, lb_loss_weight: object) -> bool:
+    """Whether a layer with these router options is to be judged: a loss may be at work, an unnamed one as well."""
+    return bias_gamma is None or bool(lb_loss_weight)
+
+
 def warning(step: int, layers: Sequence[int], entry: Sequence[LayerHealth]) -> str:
     """What a user should know when an episode begins."""
     worst = sorted(layers, key=lambda number: -entry[number].max_over_mean)[:_NAMED]

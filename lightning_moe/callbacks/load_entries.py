@@ -1,6 +1,7 @@
 """From counts to an entry of the routing history, and from an entry to what is logged and watched."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -33,6 +34,27 @@ def make_entry(
         }
         entry |= {f"{name}_{number}": value.numpy() for name, value in values.items()}
     return entry
+
+
+def describes(entry: Entry, num_experts: Sequence[int]) -> bool:
+    """Whether an entry is of a model with these numbers of experts in its MoE layers."""
+    layers = range(len(num_experts))
+    names = {f"{name}_{layer}" for name in _OF_LAYER for layer in layers} | {"steps", "num_steps"}
+    return entry.keys() == names and all(
+        entry[f"requested_{layer}"].shape == (num_experts[layer],) for layer in layers
+    )
+
+
+_OF_LAYER: Final = (
+    "requested",
+    "kept",
+    "rank_load",
+    "lost_tokens",
+    "balance",
+    "inner",
+    "margin",
+    "entropy",
+)
 
 
 def columns(entry: Entry, name: str) -> list[Tensor]:
@@ -68,16 +90,27 @@ WORST: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def layer_health(entry: Entry) -> list[LayerHealth]:
-    """What `GerrymanderingAlarm` judges by."""
+    """What `GerrymanderingAlarm` judges by, one per layer."""
+    both = zip(columns(entry, "requested"), columns(entry, "balance"), strict=True)
+    return [health_by_entry(counts_E[None], balance[None])[0] for counts_E, balance in both]
+
+
+def health_by_entry(requested_SE: Tensor, balance_S: Tensor) -> list[LayerHealth]:
+    """What `GerrymanderingAlarm` judges one layer by, over S entries of a history."""
+    rows = zip(
+        balance_S.tolist(),
+        load.load_max_over_mean(requested_SE).tolist(),
+        load.dead_share(requested_SE).tolist(),
+        requested_SE.sum(dim=-1).tolist(),
+        strict=True,
+    )
     return [
         LayerHealth(
-            balance_loss=float(balance),
-            max_over_mean=float(load.load_max_over_mean(counts_E)),
-            dead_share=float(load.dead_share(counts_E)),
-            num_experts=counts_E.numel(),
-            num_copies=int(counts_E.sum()),
+            balance_loss=balance,
+            max_over_mean=ratio,
+            dead_share=dead,
+            num_experts=requested_SE.shape[-1],
+            num_copies=copies,
         )
-        for counts_E, balance in zip(
-            columns(entry, "requested"), columns(entry, "balance"), strict=True
-        )
+        for balance, ratio, dead, copies in rows
     ]

@@ -8,9 +8,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_moe.callbacks.gerrymandering import GerrymanderingAlarm, warning
+from lightning_moe.callbacks.gerrymandering import (
+    GerrymanderingAlarm,
+    LayerHealth,
+    can_be_fooled,
+    warning,
+)
 from lightning_moe.callbacks.load_entries import (
     WORST,
+    describes,
     layer_health,
     layer_values,
     make_entry,
@@ -19,11 +25,17 @@ from lightning_moe.callbacks.load_pictures import save_pictures, show_pictures
 from lightning_moe.callbacks.routing_history import (
     HISTORY_FILE,
     Entry,
+    append_entry,
     entries_before,
     write_history,
 )
 from lightning_moe.callbacks.routing_sums import RoutingSums
-from lightning_moe.callbacks.step_statistics import moe_layers, step_statistics
+from lightning_moe.callbacks.step_statistics import (
+    TraceSwitch,
+    moe_layers,
+    not_fatal,
+    step_statistics,
+)
 from lightning_moe.nn import MoE
 from lightning_moe.ops.load import load_max_over_mean, of_layers
 from lightning_moe.optim import StepStatistics, window_of
@@ -40,15 +52,18 @@ class ExpertLoadMonitor(L.Callback):
 
     - `train/dead_experts`: share of experts that nothing was asked of;
     - `train/balance_inner_product`: balance loss of all these tokens minus 1; below 0, experts with less score win;
-    - `train/router_margin`: mean margin of the choice (see `ops.TokenRoutes`), in the last step alone;
+    - `train/router_margin`: mean margin of the choice (see `ops.TokenRoutes`), in the last step alone, unless routers
+      trace without being asked;
     - `train/dropped_routes`, `train/lost_tokens`: shares, where the dispatcher can drop;
     - `train/rank_load_max_over_mean`: of the copies that each rank computes, where there are several ranks;
     - `train/gerrymandered_layers`: how many layers `GerrymanderingAlarm` suspects; not by layer.
 
     Without a layer a key is the worst layer's value. Ranks exchange one message every `every_n_steps`, none between.
+    Loggers get these values at that step only, whatever `log_every_n_steps` is; with 0 they get none.
     The trainer's root folder gets `routing_history.npz` (`read_history`) at every validation and at the end, and then
     `expert_load.png` (layers x experts) and `expert_load_history.png` (layers x steps); loggers that take pictures get
-    them as well. A resumed run goes on with the history in its folder.
+    them as well. A resumed run goes on with the history in its folder, and with its suspicions; one that is damaged, or
+    of another model, is replaced with a warning. Files that can't be written are warned of and don't end training.
 
     Args:
         every_n_steps: None takes the trainer's `log_every_n_steps`.
@@ -57,7 +72,7 @@ class ExpertLoadMonitor(L.Callback):
         write_files: off, nothing is written or drawn.
 
     Raises:
-        ValueError: at the start of training, if the module has no MoE layer.
+        ValueError: if an argument is of another kind; at the start of training, if the module has no MoE layer.
     """
 
     def __init__(
@@ -68,12 +83,18 @@ class ExpertLoadMonitor(L.Callback):
         alarm: bool = True,
         write_files: bool = True,
     ) -> None:
-        if recent_steps < 1:
-            raise ValueError(f"recent_steps={recent_steps} must be at least 1")
-        if every_n_steps is not None and every_n_steps < 1:
+        if type(recent_steps) is not int or recent_steps < 1:
             raise ValueError(
-                f"every_n_steps={every_n_steps} must be at least 1, or null for trainer.log_every_n_steps"
+                f"ExpertLoadMonitor: recent_steps={recent_steps!r} must be a whole number, at least 1"
             )
+        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
+            raise ValueError(
+                f"ExpertLoadMonitor: every_n_steps={every_n_steps!r} must be a whole number, at least 1, or null for "
+                "trainer.log_every_n_steps"
+            )
+        for name, value in (("alarm", alarm), ("write_files", write_files)):
+            if type(value) is not bool:
+                raise ValueError(f"ExpertLoadMonitor: {name}={value!r} must be true or false")
         self.every_n_steps = every_n_steps
         self.recent_steps = recent_steps
         self.alarm = alarm
@@ -81,18 +102,26 @@ class ExpertLoadMonitor(L.Callback):
         self._layers: list[MoE] = []
         self._entries: list[Entry] = []
         self._sums: RoutingSums | None = None
+        self._trace = TraceSwitch()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Whatever an earlier run left behind is not of this one."""
+        self._forget(pl_module)
 
     # ---- counting --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the layers."""
         self._layers = moe_layers(pl_module, "ExpertLoadMonitor")
+        self._trace = TraceSwitch(self._layers)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Listen to the layers' records; go on with the history of a resumed run."""
         self._watch = GerrymanderingAlarm(len(self._layers))
         # The Trainer's logger connector gives it that attribute; 0 turns the loggers off.
         self._every = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        # Counted down: several optimizers move global_step several times per step.
+        self._steps_left = self._every - trainer.global_step % self._every
         self._requested: Sequence[Tensor] = ()
         self._num_steps = 0
         self._counted: StepStatistics | None = None
@@ -105,16 +134,15 @@ class ExpertLoadMonitor(L.Callback):
         )
         if (window := window_of(pl_module)) is not None:
             window.observers.append(self._sums.observe)
-        self._entries = []
-        if self._writes(trainer):
-            self._entries = entries_before(_folder(trainer) / HISTORY_FILE, trainer.global_step)
+        if trainer.global_step:
+            self._resume(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Ask the routers for margins in the steps that end an entry."""
-        if self._ends_entry(trainer):
-            self._trace(on=True)
+        if self._steps_left == 1:
+            self._trace.on()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -134,9 +162,11 @@ class ExpertLoadMonitor(L.Callback):
             else new
         )
         self._num_steps += 1
+        self._steps_left -= 1
         ratios = of_layers(load_max_over_mean, new)
         pl_module.log("train/load_max_over_mean", ratios.max(), prog_bar=True)
-        if self._ends_entry(trainer):
+        if not self._steps_left:
+            self._steps_left = self._every
             entry = self._end_entry(trainer, trainer.global_step)
             self._log(trainer, pl_module, entry, {"load_max_over_mean": ratios.cpu()})
 
@@ -149,14 +179,7 @@ class ExpertLoadMonitor(L.Callback):
         batch_idx: int,
     ) -> None:
         """Margins are not asked for any longer."""
-        self._trace(on=False)
-
-    def _ends_entry(self, trainer: L.Trainer) -> bool:
-        return (trainer.global_step + 1) % self._every == 0
-
-    def _trace(self, *, on: bool) -> None:
-        for layer in self._layers:
-            layer.router.trace = on
+        self._trace.off()
 
     def _end_entry(self, trainer: L.Trainer, step: int) -> Entry:
         """The steps since the last entry; every rank calls it."""
@@ -166,7 +189,7 @@ class ExpertLoadMonitor(L.Callback):
         entry = make_entry(step, self._num_steps, requested, self._sums.unpack(packed))
         self._requested, self._num_steps = (), 0
         if self._writes(trainer):
-            self._entries.append(entry)
+            append_entry(self._entries, entry)
         return entry
 
     def _log(
@@ -190,21 +213,56 @@ class ExpertLoadMonitor(L.Callback):
             by_key |= {f"{name}/layer_{i}": by_layer[i] for i in known.nonzero().flatten().tolist()}
         if self.alarm:
             health = layer_health(entry)
-            judged = [
-                seen if _has_loss(layer) else None
-                for seen, layer in zip(health, self._layers, strict=True)
-            ]
-            if self._watch.begins(judged):
+            if self._watch.begins(self._judged(health)):
                 rank_zero_warn(warning(trainer.global_step, self._watch.suspicious, health))
             by_key["gerrymandered_layers"] = float(len(self._watch.suspicious))
-        pl_module.log_dict({f"train/{key}": value for key, value in by_key.items()})
+        logged = {f"train/{key}": value for key, value in by_key.items()}
+        pl_module.log_dict(logged, logger=False)
+        # Through the module they would be repeated at every later step that is logged.
+        if trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            numbers = {key: float(value) for key, value in logged.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _judged(self, health: Sequence[LayerHealth]) -> list[LayerHealth | None]:
+        routers = [layer.config.router for layer in self._layers]
+        return [
+            seen
+            if can_be_fooled(bias_gamma=router.bias_gamma, lb_loss_weight=router.lb_loss_weight)
+            else None
+            for seen, router in zip(health, routers, strict=True)
+        ]
+
+    def _resume(self, trainer: L.Trainer) -> None:
+        """Go on with the history in the folder; every rank calls it."""
+        if self._writes(trainer):
+            self._entries = self._earlier(trainer)
+        seen = [layer_health(entry) for entry in self._entries]
+        for health in trainer.strategy.broadcast(seen):
+            self._watch.begins(self._judged(health))
+
+    def _earlier(self, trainer: L.Trainer) -> list[Entry]:
+        path = _folder(trainer) / HISTORY_FILE
+        num_experts = [layer.config.num_experts for layer in self._layers]
+        try:
+            entries = entries_before(path, trainer.global_step)
+            if all(describes(entry, num_experts) for entry in entries[:1]):
+                return entries
+            problem = f"{path} is of a model with other MoE layers"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        rank_zero_warn(
+            f"ExpertLoadMonitor starts a new history at step {trainer.global_step}: {problem}"
+        )
+        return []
 
     # ---- files -----------------------------------------------------------------------------------------------
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A run that is killed leaves its history up to here."""
         if not trainer.sanity_checking:
-            self._write(trainer)
+            with not_fatal(f"ExpertLoadMonitor: writing to {_folder(trainer)}"):
+                self._write(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last steps may be fewer than an entry has."""
@@ -219,11 +277,16 @@ class ExpertLoadMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """What was seen so far may say why."""
-        self._trace(on=False)
+        self._trace.off()
         self._finish(trainer)
+        self._forget(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop listening."""
+        self._forget(pl_module)
+
+    def _forget(self, pl_module: L.LightningModule) -> None:
+        self._entries = []
         window = window_of(pl_module)
         if window is not None and self._sums is not None:
             window.observers = [seen for seen in window.observers if seen != self._sums.observe]
@@ -239,15 +302,10 @@ class ExpertLoadMonitor(L.Callback):
 
     def _finish(self, trainer: L.Trainer) -> None:
         if self._entries:
-            self._write(trainer)
-            pictures = save_pictures(self._entries, self.recent_steps, _folder(trainer))
-            show_pictures(pictures, trainer.loggers, trainer.global_step)
-
-
-def _has_loss(layer: MoE) -> bool:
-    """Whether a balance loss may be at work; a module of one's own may have one that no config names."""
-    router = layer.config.router
-    return router.bias_gamma is None or bool(router.lb_loss_weight)
+            with not_fatal(f"ExpertLoadMonitor: writing to {_folder(trainer)}"):
+                self._write(trainer)
+                pictures = save_pictures(self._entries, self.recent_steps, _folder(trainer))
+                show_pictures(pictures, trainer.loggers, trainer.global_step)
 
 
 def _folder(trainer: L.Trainer) -> Path:

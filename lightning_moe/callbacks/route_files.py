@@ -1,6 +1,7 @@
 """The file of `RoutingTrace`: routes of some steps on one rank, as compressed numpy arrays."""
 
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -58,6 +59,18 @@ class Routes:
 def rank_path(path: Path, rank: int) -> Path:
     """`routes.npz` of rank 3 is `routes-rank3.npz`."""
     return path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+
+
+def later_ranks(path: Path, num_ranks: int) -> list[Path]:
+    """The files beside that of one rank, `path`, that are of ranks from `num_ranks` on."""
+    stem = path.stem.rpartition("-rank")[0]
+    pattern = re.compile(rf"{re.escape(stem)}-rank(\d+){re.escape(path.suffix)}")
+    files = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [
+        file
+        for file in files
+        if (match := pattern.fullmatch(file.name)) and int(match.group(1)) >= num_ranks
+    ]
 
 
 def write_routes(path: Path, records: Mapping[RouteKey, Routes]) -> None:

@@ -73,13 +73,18 @@ class RoutingSums:
         step = self._step
         step["kept"] += torch.cat([record.kept_E for record in records])
         step["scores"] += torch.cat([record.score_sums_E.detach() for record in records])
-        lost = [record.lost_tokens for record in records if record.lost_tokens is not None]
-        if len(lost) == len(records):
+        # Some layers may have a dispatcher that drops, or a router that traces, and others none.
+        lost = [record.lost_tokens for record in records]
+        if any(number is not None for number in lost):
             self.drops = True
-            step["lost"] += torch.stack(lost)
-        tokens = [record.tokens for record in records if record.tokens is not None]
-        if len(tokens) == len(records):
-            step["confidence"] += torch.cat([confidence_sums(routes) for routes in tokens])
+            none = torch.zeros_like(step["lost"][0])
+            step["lost"] += torch.stack([none if number is None else number for number in lost])
+        tokens = [record.tokens for record in records]
+        if any(routes is not None for routes in tokens):
+            none = torch.zeros_like(step["confidence"][:4])
+            step["confidence"] += torch.cat(
+                [none if routes is None else confidence_sums(routes) for routes in tokens]
+            )
 
     def end_step(self, *, keep: bool) -> None:
         """Add the step to the sums, or forget it where it was computed before."""

@@ -1,4 +1,8 @@
-"""What callbacks that watch routing have in common: the layers, and the counts of the step just done."""
+"""What callbacks that watch routing have in common: layers, counts of the step just done, traces, and no harm."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import lightning as L
 
@@ -31,6 +35,36 @@ def step_statistics(module: L.LightningModule, layers: list[MoE], asked_by: str)
         found = 0 if statistics is None else len(statistics.requested)
         raise missing_records(module, len(layers), found, asked_by)
     return statistics
+
+
+class TraceSwitch:
+    """Has routers trace for a while; those that traced anyway go on as they were."""
+
+    def __init__(self, layers: Sequence[MoE] = ()) -> None:
+        self._routers = [layer.router for layer in layers]
+        self._switched = self._routers[:0]
+
+    def on(self) -> None:
+        """From the next forward on."""
+        for router in self._routers:
+            if not router.trace:
+                router.trace = True
+                self._switched.append(router)
+
+    def off(self) -> None:
+        """Turn off what `on` turned on."""
+        for router in self._switched:
+            router.trace = False
+        self._switched = []
+
+
+@contextmanager
+def not_fatal(what: str) -> Iterator[None]:
+    """Turns an error into a warning: a diagnosis that fails must neither end training nor hide why it ended."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what} failed, training isn't affected: {error!r}", stacklevel=3)
 
 
 def missing_records(

@@ -62,6 +62,8 @@ class ExpertLoad(LayerSums):
         **options: Any,  # noqa: ANN401 - torchmetrics' own
     ) -> None:
         super().__init__(num_experts, **options)
+        if type(num_ranks) is not int:
+            raise ValueError(f"ExpertLoad: num_ranks={num_ranks!r} must be a whole number")
         self.num_ranks = num_ranks
         for size in self.num_experts:
             load.rank_loads(

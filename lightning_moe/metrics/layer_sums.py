@@ -30,10 +30,13 @@ class LayerSums(Metric):
         **options: Any,  # noqa: ANN401 - torchmetrics' own, which checks them
     ) -> None:
         super().__init__(**options)
-        sizes = (num_experts,) if isinstance(num_experts, int) else tuple(num_experts)
-        if not sizes or min(sizes) < 1:
-            raise ValueError(f"num_experts={num_experts} must name at least one expert per layer")
-        self.num_experts = sizes
+        sizes = num_experts if isinstance(num_experts, Sequence) else (num_experts,)
+        if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(
+                f"{type(self).__name__}: num_experts={num_experts!r} must be a whole number of experts from 1 on, or a "
+                "sequence of them with one per MoE layer"
+            )
+        self.num_experts = tuple(sizes)
 
     def _add_sum(self, name: str, size: int, dtype: torch.dtype) -> None:
         self.add_state(name, default=torch.zeros(size, dtype=dtype), dist_reduce_fx="sum")
@@ -45,6 +48,11 @@ class LayerSums(Metric):
             ValueError: if they are not those of the layers that this metric was made for.
         """
         found = [records] if isinstance(records, Routing) else list(records)
+        if not all(isinstance(record, Routing) for record in found):
+            raise ValueError(
+                f"{type(self).__name__} got a {type(records).__name__} that holds no routing records; pass what MoE "
+                "layers return beside their output"
+            )
         sizes = tuple(record.requested_E.numel() for record in found)
         if sizes != self.num_experts:
             raise ValueError(

@@ -89,16 +89,18 @@ def balance_inner_product(
 ) -> Float[Tensor, "*layers"]:
     """E * (f - 1/E) . (P - 1/E), f the shares of requested copies and P those of the scores; 0 if there are none.
 
-    The balance loss over the same tokens is 1 plus this. It sees nothing of the load f but its product with P: the
-    loss is 1 for any load where P is even, and below 1 where the experts that win are not those with the most score.
+    The balance loss over the same tokens is 1 plus this; NaN if a score is. It sees nothing of the load f but its
+    product with P: the loss is 1 for any load where P is even, and below 1 where the experts that win are not those
+    with the most score.
 
     Source: Olmo-core 3 report, "token gerrymandering".
     """
     num_experts = requested.shape[-1]
     scores = score_sums.to(torch.float64)
     total = scores.sum(dim=-1, keepdim=True)
+    # Not `total > 0`: scores that are NaN must not pass for even ones.
     shares = torch.where(
-        total > 0, scores / total.clamp(min=torch.finfo(torch.float64).tiny), 1 / num_experts
+        total == 0, 1 / num_experts, scores / total.clamp(min=torch.finfo(torch.float64).tiny)
     )
     return ((relative_load(requested) - 1) * (shares - 1 / num_experts)).sum(dim=-1)
 

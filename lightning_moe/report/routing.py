@@ -21,7 +21,7 @@ class LayerRouting:
     Attributes:
         steps: (S,) the last step of each record.
         requested_SE, kept_SE: token copies asked of each expert, and computed by it.
-        rank_load_SR: token copies that each expert rank computed.
+        rank_load_SR: token copies that each expert rank computed; NaN where a resumed run didn't have it.
         balance_S: the balance loss without its weight; 1 is even load.
         margin_S, entropy_S: mean lead of the last chosen expert over the next one; mean entropy of the scores (nats).
         lost_tokens_S: tokens that lost all their routes.
@@ -96,5 +96,7 @@ def read_layers(history: Mapping[str, np.ndarray]) -> list[LayerRouting]:
                 ("lost_tokens_S", "lost_tokens"),
             )
         }
+        if (loads := optional["rank_load_SR"]) is not None:
+            optional["rank_load_SR"] = np.where(loads < 0, np.nan, loads)
         layers.append(LayerRouting(steps=steps, requested_SE=requested, **optional))
     return layers if len(steps) else []

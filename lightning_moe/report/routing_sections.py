@@ -199,7 +199,7 @@ def _ranks(layers: list[LayerRouting]) -> Section:
             if layer.rank_load_SR is not None
         }
         sums = sum(
-            layer.rank_load_SR[-RECENT:].sum(axis=0)
+            np.nansum(layer.rank_load_SR[-RECENT:], axis=0)
             for _, layer in spread
             if layer.rank_load_SR is not None
         )

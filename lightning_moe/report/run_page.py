@@ -2,8 +2,12 @@
 
 from html import escape
 
+import numpy as np
+import torch
 import yaml
 
+from lightning_moe.callbacks.gerrymandering import can_be_fooled, episodes
+from lightning_moe.callbacks.load_entries import health_by_entry
 from lightning_moe.report.charts import line_chart
 from lightning_moe.report.page import (
     Section,
@@ -18,9 +22,6 @@ from lightning_moe.report.routing_sections import by_layer, few_lines, routing_s
 from lightning_moe.report.run import Run
 from lightning_moe.report.scale import percent, short
 from lightning_moe.report.series import Series
-
-UNEVEN = 1.5
-"""Busiest expert over the mean from which on a balance loss below 1 is remarked upon."""
 
 
 def run_page(run: Run) -> str:
@@ -163,19 +164,34 @@ def _balance(run: Run) -> Section:
         title="Balance",
         about="The balance loss multiplies counts with soft scores: it can fall below 1 while the load itself gets "
         "worse. The busiest expert over the mean comes from counts alone and can't.",
-        content=_gerrymandering(loss, load) + charts(*parts) if parts else "",
+        content=_gerrymandering(run) + charts(*parts) if parts else "",
         absent="neither train/balance_loss nor train/load_max_over_mean was logged.",
     )
 
 
-def _gerrymandering(loss: Series, load: Series) -> str:
-    """A remark if the balance loss says "better than even" and counts say the opposite."""
-    low, ratio = loss.recent_median(), load.recent_median()
-    if not (low < 1 and ratio > UNEVEN):
+def _gerrymandering(run: Run) -> str:
+    """A remark on what `ExpertLoadMonitor` warns of: found in the history, or, without one, in what was logged."""
+    router = {
+        name: run.option(f"model.moe.router.{name}") for name in ("bias_gamma", "lb_loss_weight")
+    }
+    logged = run.series("train/gerrymandered_layers")
+    layers = [
+        health_by_entry(torch.from_numpy(layer.requested_SE), torch.from_numpy(layer.balance_S))
+        for layer in run.routing
+        if layer.balance_S is not None and can_be_fooled(**router)
+    ]
+    if layers:
+        begun = [int(run.routing[0].steps[entry]) for entry in episodes(layers)]
+    else:
+        begun = logged.steps[
+            np.diff(logged.values > 0, prepend=False) & (logged.values > 0)
+        ].tolist()
+    if not begun:
         return ""
+    steps = ", ".join(map(str, begun))
     return warning(
-        f"The balance loss is {short(low)}, below its value at even load, while the busiest expert has "
-        f"{short(ratio)} times the mean load: scores and counts have come apart (token gerrymandering)."
+        f"From step {steps} on the balance loss was content with an uneven load that got no better by it: scores and "
+        "counts had come apart (token gerrymandering)."
     )
 
 

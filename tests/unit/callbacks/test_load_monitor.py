@@ -1,7 +1,9 @@
 """What the load monitor counts, logs, keeps as a history and shows."""
 
 import copy
+import csv
 import dataclasses
+import inspect
 import math
 import pickle
 from pathlib import Path
@@ -14,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_moe import TokenBatch
-from lightning_moe.callbacks import ExpertLoadMonitor, read_history
+from lightning_moe.callbacks import ExpertLoadMonitor, read_history, routing_history
 from lightning_moe.callbacks.routing_history import entries_before, write_history
 from lightning_moe.callbacks.routing_sums import RoutingSums
 from lightning_moe.nn import Routing, TokenRoutes
@@ -391,6 +393,186 @@ def test_the_alarm_can_be_turned_off(tmp_path: Path) -> None:
     assert "train/gerrymandered_layers" not in steps[-1]
 
 
-def test_entries_of_no_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="every_n_steps=0 must be at least 1, or null"):
-        ExpertLoadMonitor(every_n_steps=0)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"every_n_steps": 0},
+        {"every_n_steps": 1.5},
+        {"every_n_steps": True},
+        {"recent_steps": 2.5},
+        {"alarm": "maybe"},
+        {"write_files": 1},
+    ],
+)
+def test_options_of_another_kind_are_refused(option: dict[str, object]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"ExpertLoadMonitor: {name}={value!r} must be"):
+        inspect.unwrap(ExpertLoadMonitor.__init__)(object.__new__(ExpertLoadMonitor), **option)
+
+
+def test_layers_without_drops_or_traces_count_beside_those_that_have_them() -> None:
+    routes = TokenRoutes(
+        ids_TK=torch.zeros(2, 1, dtype=torch.int64),
+        weights_TK=torch.ones(2, 1),
+        margin_T=torch.tensor([0.5, 0.25]),
+        entropy_T=torch.tensor([1.0, 0.0]),
+        valid_T=torch.tensor([True, True]),
+    )
+    dropless = dataclasses.replace(RECORDS[2], lost_tokens=None)
+    sums = RoutingSums([4, 4], [0], 1, torch.device("cpu"))
+    sums.observe([dropless, dataclasses.replace(RECORDS[3], tokens=routes)])
+    sums.end_step(keep=True)
+    assert sums.drops
+    first, second = sums.unpack(sums.pack())
+    assert [first.lost_tokens.item(), second.lost_tokens.item()] == [0, 2]
+    assert first.margin.isnan()
+    assert (second.margin.item(), second.entropy.item()) == (0.375, 0.5)
+
+
+def test_a_step_whose_scores_are_not_finite_has_no_balance_in_its_entry(tmp_path: Path) -> None:
+    class Broken(Recording):
+        def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+            scores = torch.full((4,), math.nan) if batch_idx == 1 else torch.ones(4)
+            self.window.record([dataclasses.replace(RECORDS[0], score_sums_E=scores)])
+            return self.loss_sum(batch)[0] * 1e-3
+
+    steps = _fit(tmp_path, Broken(), 4, callbacks=[ExpertLoadMonitor(every_n_steps=2)]).steps
+    history = read_history(tmp_path / HISTORY)
+    assert np.isnan(history["balance_0"]).tolist() == [True, False]
+    assert history["requested_0"].tolist() == [[8, 0, 0, 8]] * 2
+    assert "train/balance_inner_product" not in steps[1]
+
+
+@pytest.mark.parametrize(("every", "log_every"), [(4, 1), (3, 2)])
+def test_loggers_get_an_entry_once_at_its_own_step(
+    tmp_path: Path, every: int, log_every: int
+) -> None:
+    logger = CSVLogger(tmp_path, name="", version="")
+    monitor = ExpertLoadMonitor(every_n_steps=every)
+    options = {"logger": logger, "log_every_n_steps": log_every, "max_epochs": 2}
+    _fit(tmp_path, _Scripted(), 4, callbacks=[monitor], **options)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = [int(row["step"]) for row in rows if row["train/dead_experts/layer_0"]]
+    assert found == [step for step in range(8) if (step + 1) % every == 0]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_entries_end_every_so_many_batches_with_two_optimizers(tmp_path: Path, every: int) -> None:
+    module = _TwoOptimizers()
+    trainer = make_trainer(
+        tmp_path, callbacks=[ExpertLoadMonitor(every_n_steps=every)], max_epochs=3
+    )
+    trainer.fit(module, make_loader(make_batches([(8, 3)] * 2)))
+    assert read_history(tmp_path / HISTORY)["num_steps"].tolist() == [every] * (6 // every)
+
+
+def test_a_router_that_traced_before_goes_on_doing_so(tmp_path: Path) -> None:
+    module = Recording()
+    module.moe.router.trace = True
+    _fit(tmp_path, module, 2, callbacks=[ExpertLoadMonitor(every_n_steps=1)])
+    assert module.moe.router.trace
+
+
+def test_nothing_of_a_run_is_written_by_the_next_one(tmp_path: Path) -> None:
+    monitor, module = ExpertLoadMonitor(every_n_steps=1), make_module(tiny_config())
+    batches = make_batches([(8, 3)])
+    make_trainer(tmp_path / "a", callbacks=[monitor]).fit(
+        module, make_loader(batches), make_loader(batches)
+    )
+    trainer = make_trainer(tmp_path / "b", callbacks=[monitor])
+    trainer.validate(module, make_loader(batches), verbose=False)
+    assert (tmp_path / "a" / HISTORY).exists()
+    assert not (tmp_path / "b" / HISTORY).exists()
+
+
+def test_nobody_listens_after_a_failed_run(tmp_path: Path) -> None:
+    module = _Fails()
+    with pytest.raises(OSError, match="the disk is full"):
+        _fit(tmp_path, module, 5, callbacks=[ExpertLoadMonitor(every_n_steps=2)])
+    assert module.window.observers == []
+
+
+def test_a_history_that_cannot_be_written_hides_no_error_and_ends_no_training(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "is_a_file"
+    folder.write_text("")
+    monitor = ExpertLoadMonitor(every_n_steps=1)
+    message = "ExpertLoadMonitor: writing to .*is_a_file failed, training isn't affected"
+    with pytest.warns(UserWarning, match=message), pytest.raises(OSError, match="the disk is full"):
+        _fit(folder, _Fails(), 5, callbacks=[monitor])
+    with pytest.warns(UserWarning, match=message):
+        assert len(_fit(folder, _Scripted(), 5, callbacks=[monitor]).steps) == 5
+
+
+def _resume(folder: Path, module: L.LightningModule, checkpoint: Path | None, steps: int) -> None:
+    trainer = make_trainer(
+        folder,
+        callbacks=[ExpertLoadMonitor(every_n_steps=1)],
+        max_steps=steps,
+        max_epochs=-1,
+    )
+    loader = make_loader(make_batches([(8, 3)]))
+    trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=False)
+    trainer.save_checkpoint(folder / "last.ckpt")
+
+
+def test_a_run_resumed_on_fewer_ranks_goes_on_with_the_history(tmp_path: Path) -> None:
+    _resume(tmp_path, Recording(), None, 2)
+    of_two_ranks = read_history(tmp_path / HISTORY)
+    of_two_ranks["rank_load_0"] = np.array([[5, 3], [6, 2]])
+    np.savez(tmp_path / HISTORY, **of_two_ranks)
+    _resume(tmp_path, Recording(), tmp_path / "last.ckpt", 3)
+    loads = read_history(tmp_path / HISTORY)["rank_load_0"]
+    # 11 tokens, each twice, on the one rank of the last step.
+    assert loads.tolist() == [[5, 3], [6, 2], [22, -1]]
+
+
+@pytest.mark.parametrize("kind", ["damaged", "foreign"])
+def test_a_history_that_does_not_fit_is_replaced_on_resuming_and_not_even_read_before(
+    tmp_path: Path, kind: str
+) -> None:
+    def spoil() -> None:
+        if kind == "damaged":
+            (tmp_path / HISTORY).write_bytes(b"PK\x03\x04 cut")
+        else:
+            np.savez(tmp_path / HISTORY, steps=np.arange(2), requested_0=np.ones((2, 8)))
+
+    spoil()
+    _resume(tmp_path, Recording(), None, 2)
+    spoil()
+    with pytest.warns(UserWarning, match=r"new history at step 2: .*routing_history\.npz is"):
+        _resume(tmp_path, Recording(), tmp_path / "last.ckpt", 4)
+    assert read_history(tmp_path / HISTORY)["steps"].tolist() == [2, 3]
+
+
+def test_the_alarm_remembers_what_it_saw_before_a_resume(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="token gerrymandering at step 2"):
+        _resume(tmp_path, _Gerrymandered(bias_gamma=None), None, 3)
+    # Another warning would be an error.
+    _resume(tmp_path, _Gerrymandered(bias_gamma=None), tmp_path / "last.ckpt", 5)
+
+
+def test_a_long_history_is_bounded_and_keeps_every_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_history, "MAX_ENTRIES", 4)
+    entries: list[routing_history.Entry] = []
+    for step in range(11):
+        entry = {
+            "steps": np.array(step),
+            "num_steps": np.array(1),
+            "requested_0": np.array([step, 0]),
+            "balance_0": np.array(float(step)),
+            "margin_0": np.array(float(step)),
+            "rank_load_0": np.array([step] if step else [0, 0]),
+        }
+        routing_history.append_entry(entries, entry)
+    assert [int(entry["num_steps"]) for entry in entries] == [4, 2, 3, 2]
+    assert [int(entry["steps"]) for entry in entries] == [3, 5, 8, 10]
+    assert [int(entry["requested_0"][0]) for entry in entries] == [6, 9, 21, 19]
+    assert [float(entry["margin_0"]) for entry in entries] == [3, 5, 8, 10]
+    # Weighted by copies; step 0 has none and no say.
+    means = [(1 + 4 + 9) / 6, (16 + 25) / 9, (36 + 49 + 64) / 21, (81 + 100) / 19]
+    assert [float(entry["balance_0"]) for entry in entries] == pytest.approx(means)
+    assert entries[0]["rank_load_0"].tolist() == [6, -1]
+    assert entries[1]["rank_load_0"].tolist() == [9]

@@ -1,10 +1,12 @@
 """The trace holds what the routers chose, of the asked steps only, and changes nothing."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_moe import TokenBatch
 from lightning_moe.callbacks import RoutingTrace
 from lightning_moe.callbacks.route_files import RouteKey, read_routes
 from lightning_moe.report.routes_diff import compare, read_trace
@@ -96,7 +98,8 @@ def test_layers_can_be_chosen_and_the_file_named(tmp_path: Path) -> None:
 
 def test_what_was_seen_is_written_when_data_end_early_or_training_fails(tmp_path: Path) -> None:
     # Three steps of data, and a fourth one asked for.
-    _fit(tmp_path / "early", RoutingTrace([1, 3]))
+    with pytest.warns(UserWarning, match=r"steps=\[3\] were not reached: .* before step 3"):
+        _fit(tmp_path / "early", RoutingTrace([1, 3]))
     assert {key.step for key in read_routes(tmp_path / "early" / FILE)} == {1}
 
     class Failing(RoutingTrace):
@@ -127,6 +130,61 @@ def test_a_resumed_run_keeps_what_the_first_part_wrote(tmp_path: Path) -> None:
     assert compare(straight, resumed, tie=0.0).is_equal
 
 
+def test_steps_before_a_resume_that_no_file_has_are_named(tmp_path: Path) -> None:
+    loader = make_loader(BATCHES[:1])
+    first = make_trainer(tmp_path, max_epochs=2)
+    first.fit(Recording(), loader)
+    first.save_checkpoint(tmp_path / "end.ckpt")
+    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[RoutingTrace([1, 2])])
+    with pytest.warns(UserWarning, match=r"steps=\[1\] are not traced: .* starts at step 2"):
+        trainer.fit(Recording(), loader, ckpt_path=tmp_path / "end.ckpt")
+    assert [key.step for key in read_routes(tmp_path / FILE)] == [2]
+
+
+class _TwoOptimizers(Recording):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.moe, self.head)]
+
+
+def test_a_batch_in_which_two_optimizers_step_is_one_step(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[RoutingTrace([2, 3, 4])])
+    trainer.fit(_TwoOptimizers(), make_loader(BATCHES))
+    assert [key.step for key in read_routes(tmp_path / FILE)] == [2, 3, 4]
+
+
+def test_files_of_ranks_that_only_an_earlier_run_had_are_deleted(tmp_path: Path) -> None:
+    kept = ["mine-rank7.npz", "routes-rank1.txt", "routes-rankx.npz"]
+    for name in (*kept, "routes-rank1.npz", "routes-rank12.npz"):
+        (tmp_path / name).write_text("old")
+    _fit(tmp_path, RoutingTrace([0]))
+    assert sorted(path.name for path in tmp_path.glob("*rank*")) == [*kept[:1], FILE, *kept[1:]]
+
+
+def test_a_router_that_traced_before_goes_on_doing_so(tmp_path: Path) -> None:
+    module = Recording()
+    module.moe.router.trace = True
+    make_trainer(tmp_path, callbacks=[RoutingTrace([0])]).fit(module, make_loader(BATCHES))
+    assert module.moe.router.trace
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("")
+    trace = RoutingTrace([0], path="a_file/routes.npz")
+    with pytest.warns(UserWarning, match="RoutingTrace: writing .* failed"):
+        steps, _ = _fit(tmp_path, trace)
+    assert len(steps) == 3
+
+
 def test_it_works_in_a_module_with_a_loss_of_its_own(tmp_path: Path) -> None:
     module = Recording()
     trainer = make_trainer(tmp_path, callbacks=[RoutingTrace([0])])
@@ -145,15 +203,22 @@ def test_a_module_that_hands_over_no_records_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": []}, r"steps=\[\] must name steps"),
-        ({"steps": [3, -1]}, r"steps=\[3, -1\] must name steps"),
-        ({"steps": [0], "layers": []}, "traces nothing"),
+        ({"steps": []}, r"steps=\[\] must be a list that names steps from 0 on"),
+        ({"steps": [3, -1]}, r"steps=\[3, -1\] must be a list"),
+        ({"steps": [1.5]}, r"steps=\[1\.5\] must be a list"),
+        ({"steps": [True]}, r"steps=\[True\] must be a list"),
+        ({"steps": 3}, r"steps=3 must be a list"),
+        ({"steps": [0], "layers": []}, r"layers=\[\] must be a list.*leave it out to trace all"),
+        ({"steps": [0], "layers": 0}, r"layers=0 must be a list"),
+        ({"steps": [0], "path": "/elsewhere/routes.npz"}, "must stay below the trainer's root"),
+        ({"steps": [0], "path": "../routes.npz"}, "must stay below the trainer's root"),
         ({"steps": [0], "path": "routes.txt"}, r"path='routes\.txt' must end in \.npz"),
     ],
 )
 def test_options_that_trace_nothing_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RoutingTrace(**options)
+        # The shape checker of the tests would refuse other types by itself.
+        inspect.unwrap(RoutingTrace.__init__)(object.__new__(RoutingTrace), **options)
 
 
 def test_layers_and_steps_that_cannot_be_reached_are_refused_at_the_start(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_fit_without_a_step_draws_nothing(tmp_path: Path) -> None:
 
 
 def test_a_window_of_no_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="recent_steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match="recent_steps=0 must be a whole number, at least 1"):
         ExpertLoadMonitor(recent_steps=0)
 
 

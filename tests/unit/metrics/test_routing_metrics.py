@@ -1,6 +1,7 @@
 """Metrics of routing records: by hand, over batches, after reset and merge, and over ranks."""
 
 import doctest
+import inspect
 import math
 import pickle
 
@@ -19,6 +20,7 @@ from lightning_moe.metrics import (
     router,
     token_mean,
 )
+from lightning_moe.metrics.layer_sums import LayerSums
 from lightning_moe.nn import MoE
 from lightning_moe.ops import Routing, TokenRoutes, balance_loss
 from tests.ranks import run_ranks
@@ -180,10 +182,11 @@ def test_records_of_other_layers_are_refused(kind: type[Metric]) -> None:
         kind(4).update(records)
 
 
-@pytest.mark.parametrize("num_experts", [0, (), (4, 0)])
+@pytest.mark.parametrize("num_experts", [0, (), (4, 0), "4", (4, 4.5), True, 4.0])
 def test_a_layer_without_experts_is_refused(num_experts: object) -> None:
-    with pytest.raises(ValueError, match="must name at least one expert per layer"):
-        ExpertLoad(num_experts)
+    with pytest.raises(ValueError, match=r"num_experts=.* must be a whole number of experts"):
+        # The shape checker of the tests would refuse other types by itself.
+        inspect.unwrap(LayerSums.__init__)(object.__new__(ExpertLoad), num_experts)
 
 
 def test_experts_must_divide_over_ranks() -> None:
@@ -276,3 +279,26 @@ def test_the_examples_of_the_documentation_are_true(module: object) -> None:
     failed, tried = doctest.testmod(module)
     assert failed == 0
     assert tried > 0
+
+
+def test_what_is_no_record_or_no_number_of_ranks_is_refused() -> None:
+    for records in (torch.ones(4), [torch.ones(4)]):
+        with pytest.raises(ValueError, match=r"ExpertLoad got a .* that holds no routing records"):
+            inspect.unwrap(LayerSums._checked)(ExpertLoad(4), records)
+    with pytest.raises(ValueError, match=r"num_ranks=2\.0 must be a whole number"):
+        inspect.unwrap(ExpertLoad.__init__)(object.__new__(ExpertLoad), 4, num_ranks=2.0)
+
+
+def test_scores_that_are_not_finite_do_not_pass_for_even_ones() -> None:
+    metric = RouterBalance(2)
+    for scores in ([1.0, 2.0], [math.nan, 1.0]):
+        metric.update(
+            Routing(
+                requested_E=torch.tensor([1, 2]),
+                kept_E=torch.tensor([1, 2]),
+                score_sums_E=torch.tensor(scores),
+                logz_squared=torch.tensor(0.0),
+                num_tokens=torch.tensor(3),
+            )
+        )
+    assert metric.compute()["balance_loss"].isnan()

@@ -189,13 +189,47 @@ def test_an_expert_is_dead_without_a_single_token_in_the_last_100_records(tmp_pa
     assert "0 1 of 3 1" in " ".join(page.sections["dead-experts"].split())
 
 
-def test_a_balance_loss_below_1_over_an_uneven_load_is_remarked_upon(tmp_path: Path) -> None:
-    rows = "".join(f"0,{step},0.9,3.0\n" for step in range(4))
-    header = "epoch,step,train/balance_loss,train/load_max_over_mean\n"
-    page = _read(make_run(tmp_path, metrics=header + rows))
-    assert "token gerrymandering" in page.sections["balance"]
-    even = _read(make_run(tmp_path, metrics=(header + rows).replace(",3.0", ",1.2")))
-    assert "token gerrymandering" not in even.sections["balance"]
+def _watched(balance: list[float], load: list[list[int]]) -> dict[str, np.ndarray]:
+    counts = np.array(load)
+    return {
+        "steps": 10 * np.arange(len(counts)) + 9,
+        "requested_0": counts,
+        "balance_0": np.array(balance),
+    }
+
+
+def test_the_report_remarks_on_what_the_alarm_finds_in_the_history(tmp_path: Path) -> None:
+    even, uneven = [50_000] * 4, [80_000, 80_000, 20_000, 20_000]
+    # The loss is content for three records in a row, from the third to the fifth.
+    bad = _watched([1.0, 1.0, 0.9, 0.9, 0.9], [even, even, uneven, uneven, uneven])
+    page = _read(make_run(tmp_path, history=bad))
+    assert "From step 49 on" in page.sections["balance"]
+    # A load above 1.5 times the mean with a loss just below 1 isn't suspicious to the alarm.
+    fine = _watched([0.999] * 5, [uneven] * 5)
+    assert "gerrymandering" not in _read(make_run(tmp_path, history=fine)).sections["balance"]
+    bias = "model: {moe: {router: {bias_gamma: 0.001, lb_loss_weight: null}}}"
+    page = _read(make_run(tmp_path, history=bad, config=bias))
+    assert "gerrymandering" not in page.sections["balance"]
+
+
+def test_without_a_history_the_report_remarks_on_what_the_alarm_logged(tmp_path: Path) -> None:
+    header = "epoch,step,train/balance_loss,train/gerrymandered_layers\n"
+    rows = [f"0,{step},0.5,{layers}\n" for step, layers in enumerate((0, 2, 1, 0, 1))]
+    page = _read(make_run(tmp_path, metrics=header + "".join(rows), history=None))
+    assert "From step 1, 4 on" in page.sections["balance"]
+    page = _read(make_run(tmp_path, metrics=header + rows[0], history=None))
+    assert "gerrymandering" not in page.sections["balance"]
+
+
+def test_ranks_that_a_resumed_run_did_not_have_are_not_idle(tmp_path: Path) -> None:
+    loads = np.array([[6, 2], [6, 2], [8, -1]])
+    history = {
+        "steps": np.arange(3),
+        "requested_0": np.full((3, 2), 4),
+        "rank_load_0": loads,
+    }
+    page = _read(make_run(tmp_path, history=history))
+    assert any("1.5 to 1.5" in line for line in page.charts["ranks"])
 
 
 def test_lines_of_many_layers_become_lowest_median_and_highest(tmp_path: Path) -> None:
