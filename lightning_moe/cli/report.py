@@ -39,13 +39,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(folder: Path, output: Path | None) -> None:
-    from lightning_moe import report  # noqa: PLC0415 - not needed for `--help`
+    # Not needed for `--help`.
+    from lightning_moe import report  # noqa: PLC0415
+    from lightning_moe.cli.sweep_plan import planned_jobs  # noqa: PLC0415
 
     path = output or folder / "report.html"
     if not report.is_sweep(folder):
         _write(path, report.run_page(report.read_run(folder)))
         return
-    jobs = report.read_sweep(folder)
+    jobs = report.read_sweep(folder, planned_jobs(folder))
     _write(path, report.sweep_page(folder, jobs))
     _write(path.with_name("sweep.csv"), report.sweep_csv(jobs))
 

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -54,8 +54,12 @@ def is_sweep(folder: Path) -> bool:
     return (folder / "multirun.yaml").is_file()
 
 
-def read_sweep(folder: Path) -> list[Job]:
-    """All jobs in their order, also those that failed or have not logged anything yet.
+def read_sweep(folder: Path, planned: Sequence[Sequence[str]] = ()) -> list[Job]:
+    """All jobs in their order, also those that failed, have not logged anything yet or have not started.
+
+    Args:
+        folder: of the sweep.
+        planned: the overrides of every job, whether it has started or not; jobs that have started need no entry.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -66,12 +70,19 @@ def read_sweep(folder: Path) -> list[Job]:
     )
     if not folders:
         raise FileNotFoundError(f"{folder} is a sweep, but none of its jobs has started yet")
-    overrides = [_overrides(path / ".hydra" / "overrides.yaml") for path in folders]
+    started = [_overrides(path / ".hydra" / "overrides.yaml") for path in folders]
+    waiting = {
+        str(number): given
+        for number, words in enumerate(planned)
+        if (given := _by_key(words)) not in started
+    }
+    overrides = [*started, *waiting.values()]
     keys = dict.fromkeys(key for given in overrides for key in given)
     varied = [key for key in keys if len({given.get(key) for given in overrides}) > 1]
+    options = [{key: given.get(key, "") for key in varied} for given in overrides]
     return [
-        _job(path, {key: given.get(key, "") for key in varied})
-        for path, given in zip(folders, overrides, strict=True)
+        *map(_job, folders, options),
+        *map(_waiting_job, waiting, options[len(started) :]),
     ]
 
 
@@ -90,10 +101,19 @@ def _job(folder: Path, options: dict[str, str]) -> Job:
     try:
         run = read_run(folder)
     except (OSError, ValueError) as error:
-        nothing = dict.fromkeys(RESULTS, math.nan)
-        return Job(name=folder.name, options=options, results=nothing, run=None, problem=str(error))
+        return _without_run(folder.name, options, str(error))
     results = {name: result(run) for name, result in RESULTS.items()}
     return Job(name=folder.name, options=options, results=results, run=run, problem=run.silence)
+
+
+def _waiting_job(name: str, options: dict[str, str]) -> Job:
+    reason = "it has not started; a sweep ends with the first job that fails, and runs no later one"
+    return _without_run(name, options, reason)
+
+
+def _without_run(name: str, options: dict[str, str], problem: str) -> Job:
+    nothing = dict.fromkeys(RESULTS, math.nan)
+    return Job(name=name, options=options, results=nothing, run=None, problem=problem)
 
 
 def _overrides(path: Path) -> dict[str, str]:
@@ -101,5 +121,9 @@ def _overrides(path: Path) -> dict[str, str]:
         words = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    pairs = (str(word).partition("=") for word in words or [])
+    return _by_key(words or [])
+
+
+def _by_key(words: Sequence[object]) -> dict[str, str]:
+    pairs = (str(word).partition("=") for word in words)
     return {key.lstrip("+"): value for key, _, value in pairs}

@@ -18,7 +18,7 @@ def sweep_page(folder: Path, jobs: list[Job]) -> str:
     """The page about all `jobs` of the sweep in `folder`, a whole HTML document."""
     title = f"Sweep - {folder.resolve().name}"
     sections = [_jobs(jobs), _options(jobs), _trade(jobs), _curves(jobs)]
-    return page(title, f"{len(jobs)} runs in {folder.resolve()}", sections)
+    return page(title, f"{len(jobs)} jobs in {folder.resolve()}", sections)
 
 
 def _jobs(jobs: list[Job]) -> Section:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_moe.cli import main
+from lightning_moe.cli.sweep_plan import planned_jobs
 from lightning_moe.report import is_sweep, read_sweep, sweep_page
 from tests.unit.report.run_folder import make_run
 
@@ -114,3 +115,41 @@ def test_a_page_that_cannot_be_written_is_an_error_in_one_line(
         assert text.startswith(f"error: {place} can't be written: ")
         assert text.endswith("choose another file with --output\n")
     assert list(sweep.glob(".a folder*")) == []
+
+
+PLAN = """hydra:
+  sweeper: {_target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper, params: {seed: '0,1'}}
+  overrides:
+    task: [experiment=x, 'model.moe.router.lb_loss_weight=0.1,0.3,0.5']
+"""
+
+
+def test_jobs_that_a_sweep_never_came_to_are_named(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "multirun.yaml").write_text(PLAN)
+    # Six jobs, the seed varying slowest; those with 0.5 have no folder.
+    assert main(["report", str(sweep)]) == 0
+    with (sweep / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    late = [tuple(row.values())[:3] for row in rows[4:]]
+    assert late == [("2", "0.5", "0"), ("5", "0.5", "1")]
+    assert rows[4]["steps"] == ""
+    html = (sweep / "report.html").read_text()
+    assert "6 jobs in" in html
+    assert "job 5: it has not started; a sweep ends with the first job that fails" in html
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "",
+        "hydra: {}",
+        PLAN.replace("BasicSweeper", "Other"),
+        PLAN.replace("0.1,0.3,0.5", "glob(*)"),
+    ],
+)
+def test_a_plan_that_cannot_be_known_adds_no_job(sweep: Path, plan: str) -> None:
+    (sweep / "multirun.yaml").write_text(plan)
+    assert planned_jobs(sweep) == []
