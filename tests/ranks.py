@@ -56,7 +56,9 @@ def _run_rank(folder: Path, rank: int) -> None:
     except BaseException:
         # Written before this process ends, so it is older than any error the end causes elsewhere.
         report = (time.monotonic(), f"rank {rank} failed:\n{traceback.format_exc()}")
-        (folder / f"failure-{rank}").write_bytes(pickle.dumps(report))
+        # Whole or not at all: the parent may end this process at any time.
+        (folder / f"writing-{rank}").write_bytes(pickle.dumps(report))
+        (folder / f"writing-{rank}").rename(folder / f"failure-{rank}")
         raise SystemExit(1) from None
     (folder / f"result-{rank}").write_bytes(result)
     if dist.is_initialized():  # the job may have left its group

@@ -21,6 +21,7 @@ from lightning_moe.strategy.agreement import (
     refuse_different,
     refuse_uneven,
 )
+from lightning_moe.strategy.launchers import ScriptLauncher
 
 _LAST_WORDS_S: Final = 3.0
 
@@ -32,6 +33,7 @@ class JointStages:
     lightning_module: L.LightningModule | None
     root_device: torch.device
     global_rank: int
+    _launcher: Any
     _stop: StopRequest
     _predict_batches: list[tuple[int, int]]
     _stopped_by: int = 0
@@ -129,6 +131,8 @@ class JointStages:
 
     def on_exception(self, exception: BaseException) -> None:
         """Save if all ranks stop together; else say which rank failed first, and don't wait for the others."""
+        launcher = self._launcher
+        children = launcher.release_children() if isinstance(launcher, ScriptLauncher) else []
         if isinstance(exception, SIGTERMException):
             self._save_and_stop(exception)
             return
@@ -141,7 +145,7 @@ class JointStages:
         )
         # Children that failed first still have to say so; those that wait for this rank would wait in vain.
         wait_s = 0.0 if isinstance(exception, KeyboardInterrupt) else _LAST_WORDS_S
-        _end_children(getattr(trainer.strategy.launcher, "procs", []), wait_s)
+        _end_children(children, wait_s)
 
     def _save_and_stop(self, exception: SIGTERMException) -> None:
         trainer = self._trainer
@@ -162,10 +166,9 @@ class JointStages:
         return self.lightning_module.trainer
 
 
-def _end_children(processes: list[Any], wait_s: float) -> None:
+def _end_children(children: list[subprocess.Popen[bytes]], wait_s: float) -> None:
     """Give scripts that this process has started a moment to end, say how they ended, and end the others."""
     deadline = time.monotonic() + wait_s
-    children = [child for child in processes if isinstance(child, subprocess.Popen)]
     for child in children:
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(deadline - time.monotonic(), 0))

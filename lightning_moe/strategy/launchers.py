@@ -86,9 +86,19 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 command, env={**os.environ, "LOCAL_RANK": str(local_rank)}, cwd=folder
             )
             self.procs.append(child)
-        ScriptLauncher._job, ScriptLauncher._children = _hydra_job(), self.procs
+        ScriptLauncher._job, ScriptLauncher._children = _hydra_job(), list(self.procs)
         # They run the rest of the script as well; nobody else may be there to collect their exit codes.
-        atexit.register(_wait_for, self.procs)
+        atexit.register(_wait_for, ScriptLauncher._children)
+
+    def release_children(self) -> list[subprocess.Popen[bytes]]:
+        """The children, which Lightning's observer watches no more.
+
+        It kills this process and all others as soon as one child has ended with another code than 0. Once this
+        process knows that the run is over, that would only cut short its own orderly end.
+        """
+        children = list(self.procs)
+        self.procs.clear()  # the list that the observer holds; an empty one ends it
+        return children
 
 
 class ProcessLauncher(_MultiProcessingLauncher):

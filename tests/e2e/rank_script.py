@@ -52,6 +52,8 @@ def main() -> None:
     folder, fault, *options = sys.argv[1:]
     keywords = dict(option.split("=", 1) for option in options)
     warnings.filterwarnings("ignore")
+    # A job in the background of a shell starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     world = int(keywords.get("devices", 2))
     callbacks: list[L.Callback] = [Fault(fault, Path(folder))]
