@@ -74,8 +74,9 @@ class RouterConfig:
             `sequence`: each sequence. `micro_batch`: those of one rank. `global_micro_batch`: those of
             all ranks. `accumulated`: of all ranks, in this micro-batch and those before it in the same
             optimizer step. `lagged`: the whole optimizer step before. `exact`: the whole optimizer
-            step, counted by a forward without gradients ahead of its first backward. What each of them
-            does not depend on is in `BALANCE_INVARIANCE`.
+            step, counted by a forward without gradients ahead of its first backward; needs
+            `lb_loss_weight`, while the others also serve to watch the balance without a weight. What each
+            of them does not depend on is in `BALANCE_INVARIANCE`.
         lb_loss_over_layers: whether the balance losses of all MoE layers are added up, or averaged; the
             mean keeps one `lb_loss_weight` right for models of any depth.
         z_loss_weight: weight of the squared log-partition (nats squared) per token.
@@ -117,10 +118,10 @@ class RouterConfig:
         return self.bias_gamma is not None or self.score_correction_bias
 
     def _check_values(self) -> None:
-        check_ints(_ROUTER, AT_LEAST_ONE, top_k=self.top_k)
         check_ints(
             _ROUTER,
             AT_LEAST_ONE,
+            top_k=self.top_k,
             **given(
                 original_top_k=self.original_top_k, n_group=self.n_group, topk_group=self.topk_group
             ),
@@ -146,11 +147,9 @@ class RouterConfig:
             ),
         )
         check_floats(
-            _ROUTER, NON_NEGATIVE, sigmoid_stability_epsilon=self.sigmoid_stability_epsilon
-        )
-        check_floats(
             _ROUTER,
             NON_NEGATIVE,
+            sigmoid_stability_epsilon=self.sigmoid_stability_epsilon,
             **given(
                 lb_loss_weight=self.lb_loss_weight,
                 z_loss_weight=self.z_loss_weight,
@@ -164,6 +163,11 @@ class RouterConfig:
             raise ValueError(
                 f"{_ROUTER}.bias_centering=True has no effect with {_ROUTER}.bias_gamma=None, which never "
                 "moves the bias; set bias_gamma, or unset bias_centering"
+            )
+        if self.lb_loss_scope == "exact" and not self.lb_loss_weight:
+            raise ValueError(
+                f"{_ROUTER}.lb_loss_scope=exact counts a step ahead by a second forward, for nothing with "
+                f"{_ROUTER}.lb_loss_weight={self.lb_loss_weight}; set lb_loss_weight, or choose another lb_loss_scope"
             )
 
     def _check_groups(self) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import lightning as L
 import torch
 from torch import Tensor
+from torch.optim import LBFGS
 
 from lightning_moe.nn import MoE, Routing
 from lightning_moe.nn.router_losses import RouterLosses, router_losses
@@ -41,7 +42,7 @@ def step_router_losses(module: L.LightningModule, records: Sequence[Routing]) ->
         records: one per MoE layer, in the order of `module.modules()`.
 
     Raises:
-        ValueError: if there isn't one record per layer, or the module lacks what a scope needs.
+        ValueError: if there isn't one record per layer, the module lacks what a scope needs, or `lagged` meets LBFGS.
         RuntimeError: outside of training, or if the step before was never closed, the micro-batch before never
             added, or `exact` can't look ahead.
     """
@@ -133,6 +134,11 @@ def _needed_window(module: L.LightningModule, layers: Sequence[MoE]) -> StepWind
             raise RuntimeError(
                 f"model.moe.router.lb_loss_scope={beyond[0]!r} is about optimizer steps: call step_router_losses in "
                 "training_step only; elsewhere `nn.balance_loss(records)` tells the balance of a batch"
+            )
+        if "lagged" in scopes and any(isinstance(o, LBFGS) for o in module.trainer.optimizers):
+            raise ValueError(
+                "model.moe.router.lb_loss_scope='lagged' can't work with LBFGS, which calls training_step several "
+                "times in an optimizer step, each lagging behind the call before; choose another scope or optimizer"
             )
         if window.awaits:
             raise RuntimeError(

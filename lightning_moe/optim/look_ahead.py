@@ -1,13 +1,15 @@
-"""The batches that an optimizer step has still to come, before the Trainer hands them out."""
+"""The batches that an optimizer step has still to come, and whether they routed as was foreseen."""
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
 
 
 class LookAhead:
@@ -98,3 +100,30 @@ def _on_device(module: L.LightningModule, batch: Any) -> Any:  # noqa: ANN401 - 
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def refuse_unforeseen(foreseen: Mapping[int, Tensor], requested: Sequence[Tensor]) -> None:
+    """The counts of the scope `exact` were promised before the step; noise that differs would break them.
+
+    A near tie may fall otherwise in a forward without gradients, whose kernels can differ: 1 % is let pass.
+
+    Args:
+        foreseen: by number of the layer, the copies that each expert was to get in the step.
+        requested: per layer, the copies that it got.
+
+    Raises:
+        RuntimeError: for the first layer where they differ.
+    """
+    if not foreseen:
+        return
+    pairs = [(requested[layer], counts) for layer, counts in foreseen.items()]
+    # One wait for the device, however many layers.
+    differs = torch.stack([(a - b).abs().sum() * 100 > a.sum() for a, b in pairs]).tolist()
+    for layer, (counted, counts), refused in zip(foreseen, pairs, differs, strict=True):
+        if refused:
+            raise RuntimeError(
+                f"model.moe.router.lb_loss_scope='exact': MoE layer {layer} was to route {counts.tolist()} copies to "
+                f"its experts in this optimizer step and routed {counted.tolist()}; routing_step must repeat what "
+                "training_step does with the same batch, random numbers included, and training_step must call "
+                "step_router_losses and add to its window once per batch"
+            )

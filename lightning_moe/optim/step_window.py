@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_moe.ops.records import Routing
 from lightning_moe.ops.scale import scale_
+from lightning_moe.optim.look_ahead import refuse_unforeseen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,7 @@ class StepWindow:
         self._num_records = 0
         self._num_tokens: Tensor | None = None
         self._requested: list[Tensor] = []
+        self._counted_last: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
         self._divided: StepStatistics | None = None
         self.foreseen: dict[int, Tensor] = {}
@@ -141,6 +143,9 @@ class StepWindow:
             num_tokens: how many those are; 0 is fine.
             records: one per MoE layer, in the order of `module.modules()`.
             sums: further sums over the same tokens, to be logged as means.
+
+        Raises:
+            ValueError: if records are missing or come twice.
         """
         self._num_losses += 1
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
@@ -171,6 +176,13 @@ class StepWindow:
         for observe in self.observers:
             observe(records)
         requested = [record.requested_E for record in records]
+        if requested:
+            if requested[0] is self._counted_last:
+                raise ValueError(
+                    "the same routing records came to the window twice in a row, which would count their tokens twice; "
+                    "call `self.window.add(loss_sum, num_tokens, records)` or `self.window.record(records)`, not both"
+                )
+            self._counted_last = requested[0]
         if not self._requested:
             self._requested = requested
             return
@@ -228,27 +240,11 @@ class StepWindow:
             # By what was called, not by the tokens seen: every rank must take the same branch.
             if self._num_losses:
                 scale_(gradients, self._factor(statistics, num_ranks, accumulate))
-        self._refuse_unforeseen(statistics)
+        refuse_unforeseen(self.foreseen, statistics.requested)
         self._resumes = False
         self._begin_step()
         self.last, self.previous = statistics, statistics.requested
         return statistics
-
-    def _refuse_unforeseen(self, statistics: StepStatistics) -> None:
-        """The counts of the scope `exact` were promised before the step; noise that differs would break them.
-
-        A near tie may fall otherwise in a forward without gradients, whose kernels can differ: 1 % is let pass.
-        """
-        for layer, foreseen in self.foreseen.items():
-            counted = statistics.requested[layer]
-            missed = (counted - foreseen).abs().sum()
-            if missed * 100 > counted.sum():
-                raise RuntimeError(
-                    f"model.moe.router.lb_loss_scope='exact': MoE layer {layer} was to route {foreseen.tolist()} "
-                    f"copies to its experts in this optimizer step and routed {counted.tolist()}; routing_step must "
-                    "repeat what training_step does with the same batch, random numbers included, and training_step "
-                    "must call step_router_losses and add to its window once per batch"
-                )
 
     def _reduced(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> StepStatistics:
         """Everything in one message; float64 holds counts exactly up to 2^53."""

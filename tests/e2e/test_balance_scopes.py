@@ -278,6 +278,16 @@ def test_a_window_of_records_alone_may_stay_open_where_no_scope_reads_it(tmp_pat
         _fit(tmp_path, _RecordsOnly("lagged"), callbacks=[])
 
 
+class _Lbfgs(Balanced):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_lagged_is_refused_where_a_step_calls_training_step_repeatedly(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'lagged' can't work with LBFGS"):
+        _fit(tmp_path, _Lbfgs("lagged"))
+
+
 class _KeepsRecords(Balanced):
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         total, num_tokens, routing = self.loss_sum(batch)

@@ -80,6 +80,7 @@ def test_router_options_can_be_set_in_struct_mode(compose_train: Compose) -> Non
 def test_every_balance_scope_can_be_chosen(compose_train: Compose, scope: str) -> None:
     overrides = [
         f"model.moe.router.lb_loss_scope={scope}",
+        "model.moe.router.lb_loss_weight=0.01",
         "model.moe.router.lb_loss_over_layers=mean",
         "model.moe.router.bias_gamma=0.001",
         "model.moe.router.bias_centering=true",

@@ -22,6 +22,8 @@ WEIGHTS = st.none() | st.floats(0, 1)
 def routers(draw: st.DrawFn, *, num_experts: int) -> RouterConfig:
     """A router for `num_experts` experts."""
     bias_gamma = draw(st.sampled_from([None, 1e-3]))
+    scope = draw(st.sampled_from(get_args(BalanceScope)))
+    weight = 0.1 if scope == "exact" else draw(WEIGHTS)
     return RouterConfig(
         top_k=draw(st.integers(1, num_experts)),
         bias=draw(st.booleans()),
@@ -32,8 +34,8 @@ def routers(draw: st.DrawFn, *, num_experts: int) -> RouterConfig:
         bias_gamma=bias_gamma,
         bias_centering=draw(st.booleans()) if bias_gamma else False,
         score_correction_bias=draw(st.booleans()),
-        lb_loss_weight=draw(WEIGHTS),
-        lb_loss_scope=draw(st.sampled_from(get_args(BalanceScope))),
+        lb_loss_weight=weight,
+        lb_loss_scope=scope,
         lb_loss_over_layers=draw(st.sampled_from(["sum", "mean"])),
         z_loss_weight=draw(WEIGHTS),
     )

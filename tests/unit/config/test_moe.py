@@ -70,6 +70,14 @@ def test_only_a_bias_rule_or_a_correction_bias_gives_a_score_bias(
             {"bias_centering": True, "score_correction_bias": True},
             "bias_centering=True has no effect with model.moe.router.bias_gamma=None, which never",
         ),
+        (
+            {"lb_loss_scope": "exact"},
+            "for nothing with model.moe.router.lb_loss_weight=None; set lb_loss_weight, or choose",
+        ),
+        (
+            {"lb_loss_scope": "exact", "lb_loss_weight": 0.0},
+            "for nothing with model.moe.router.lb_loss_weight=0.0; set lb_loss_weight, or choose",
+        ),
         ({"lb_loss_scope": "batch"}, "lb_loss_scope='batch' must be one of sequence, micro_batch"),
         (
             {"n_group": 4},

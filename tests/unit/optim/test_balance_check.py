@@ -27,7 +27,8 @@ class Own(L.LightningModule):
     def __init__(self, *scopes: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        routers = [RouterConfig(top_k=2, jitter_eps=0.4, lb_loss_scope=scope) for scope in scopes]
+        options = {"top_k": 2, "jitter_eps": 0.4, "lb_loss_weight": 1.0}
+        routers = [RouterConfig(lb_loss_scope=scope, **options) for scope in scopes]
         self.layers = nn.ModuleList(
             MoE(5, MoEConfig(num_experts=3, hidden_size=4, router=router), init_std=0.8)
             for router in routers
@@ -93,7 +94,7 @@ def test_a_broken_promise_names_layer_scope_and_difference(kind: type[Own], scop
 
 
 def test_padding_and_nested_batches_are_split_along() -> None:
-    router = RouterConfig(top_k=2, lb_loss_scope="exact")
+    router = RouterConfig(top_k=2, lb_loss_weight=1.0, lb_loss_scope="exact")
     moe = MoEConfig(num_experts=4, hidden_size=8, router=router)
     module = MoEModule(TransformerConfig(vocab_size=11, d_model=8, num_layers=2, moe=moe))
     ids = torch.randint(11, (3, 7), generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_moe import MoEConfig, RouterConfig, StepWindow
 from lightning_moe.nn import MoE, Routing
@@ -11,10 +12,8 @@ from lightning_moe.optim.balance_scope import balance_counts
 
 
 def _layers(*scopes: str) -> list[MoE]:
-    return [
-        MoE(4, MoEConfig(num_experts=2, hidden_size=3, router=RouterConfig(lb_loss_scope=scope)))
-        for scope in scopes
-    ]
+    routers = [RouterConfig(lb_loss_scope=scope, lb_loss_weight=1.0) for scope in scopes]
+    return [MoE(4, MoEConfig(num_experts=2, hidden_size=3, router=router)) for router in routers]
 
 
 def _record(*counts: int) -> Routing:
@@ -144,6 +143,30 @@ def test_a_step_that_routed_otherwise_than_foreseen_is_refused() -> None:
     message = r"MoE layer 0 was to route \[594, 572\] .* routed \[572, 594\]; routing_step must"
     with pytest.raises(RuntimeError, match=message):
         _close(window, ranks)
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self,
+        function: object,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_check_of_many_layers_waits_for_the_device_once() -> None:
+    window, ranks, records = StepWindow(), Ranks(), [_record(3, 1) for _ in range(5)]
+    _counts(_layers(*["exact"] * 5), records, window, ranks, lambda: [torch.tensor([0, 0])] * 5)
+    with _Waits() as waits:
+        _close(window, ranks)
+    assert waits.count <= 1
 
 
 def test_the_state_of_a_window_is_the_step_before() -> None:

@@ -145,6 +145,15 @@ def test_another_number_of_records_within_a_step_is_refused() -> None:
         window.record([_record(1, 2), _record(1, 2)])
 
 
+def test_the_same_records_are_not_counted_twice() -> None:
+    window, records = StepWindow(), [_record(1, 2)]
+    window.record(records)
+    with pytest.raises(ValueError, match="records came to the window twice in a row"):
+        window.add(torch.tensor(1.0), torch.tensor(3), records)
+    _close(window, [])
+    window.record(records)
+
+
 def test_nominal_tokens_must_be_positive() -> None:
     with pytest.raises(ValueError, match="nominal_tokens=0 must be at least 1"):
         StepWindow(0)
