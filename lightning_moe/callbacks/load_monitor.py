@@ -104,10 +104,6 @@ class ExpertLoadMonitor(L.Callback):
         self._sums: RoutingSums | None = None
         self._trace = TraceSwitch()
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Whatever an earlier run left behind is not of this one."""
-        self._forget(pl_module)
-
     # ---- counting --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -282,7 +278,7 @@ class ExpertLoadMonitor(L.Callback):
         self._forget(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop listening."""
+        """Stop listening; nothing of this run goes into the next one."""
         self._forget(pl_module)
 
     def _forget(self, pl_module: L.LightningModule) -> None:

@@ -551,7 +551,7 @@ def test_the_alarm_remembers_what_it_saw_before_a_resume(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="token gerrymandering at step 2"):
         _resume(tmp_path, _Gerrymandered(bias_gamma=None), None, 3)
     # Another warning would be an error.
-    _resume(tmp_path, _Gerrymandered(bias_gamma=None), tmp_path / "last.ckpt", 5)
+    _resume(tmp_path, _Gerrymandered(bias_gamma=None), tmp_path / "last.ckpt", 6)
 
 
 def test_a_long_history_is_bounded_and_keeps_every_count(monkeypatch: pytest.MonkeyPatch) -> None:
