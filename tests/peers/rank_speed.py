@@ -9,6 +9,7 @@ import argparse
 import copy
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,18 +85,18 @@ def model_config(setting: Setting) -> TransformerConfig:
     )
 
 
-class Variant:
+class Variant(ABC):
     """A model, its optimizer, and how a step begins and ends."""
 
     def __init__(self, model: nn.Module, core: MoETransformer) -> None:
         self.model, self.core = model, core
         self.optimizer: torch.optim.Optimizer
 
+    @abstractmethod
     def last(self, is_last: bool) -> None:
         """Whether the next backward reduces gradients."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - most have nothing to do
         """After the last backward."""
 
     def step(self, batches: Sequence[Tensor]) -> float:
