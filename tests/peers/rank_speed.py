@@ -42,6 +42,14 @@ from tests.ranks import run_ranks
 VOCABULARY = 256
 SEQUENCE = 256
 
+FSDP_VARIANTS = {
+    "fsdp": "FSDP2 as Lightning runs it",
+    "fsdp_reduce_once": "FSDP2, one reduction",
+    "fsdp_keep": "FSDP2, one gather and reduction",
+}
+"""Columns: gathers and reduces in every micro-batch (torch's default; Lightning's ModelParallelStrategy can't but do
+so); gathers in every micro-batch, reduces in the last; both once a step, with whole weights and gradients in between."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -53,7 +61,7 @@ class Setting:
     d_model: int = 256
     hidden: int = 256
     layers: int = 2
-    variants: tuple[str, ...] = ("ours", "fsdp_reshard", "fsdp_keep")
+    variants: tuple[str, ...] = ("ours", *FSDP_VARIANTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,18 +161,18 @@ class Ours(Variant):
 
 
 class Fsdp(Variant):
-    """torch's FSDP2: every block gathered for every micro-batch, or kept gathered within a step."""
+    """torch's FSDP2: blocks gathered for every micro-batch or kept gathered within a step, gradients likewise."""
 
-    def __init__(self, core: MoETransformer, *, reshard: bool) -> None:
+    def __init__(self, core: MoETransformer, *, reshard: bool, reduce_once: bool) -> None:
         super().__init__(Features(core), core)
-        self.reshard = reshard
+        self.reshard, self.reduce_once = reshard, reduce_once
         for block in core.blocks:
             fully_shard(block, reshard_after_forward=reshard)
         fully_shard(self.model, reshard_after_forward=reshard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
     def last(self, is_last: bool) -> None:
-        self.model.set_requires_gradient_sync(is_last)
+        self.model.set_requires_gradient_sync(is_last or not self.reduce_once)
         self.model.set_reshard_after_backward(self.reshard or is_last)
 
 
@@ -183,8 +191,9 @@ def build(name: str, core: MoETransformer, world: int) -> Variant:
     """The variant of that name."""
     makers: dict[str, Callable[[], Variant]] = {
         "ours": lambda: Ours(core, world),
-        "fsdp_reshard": lambda: Fsdp(core, reshard=True),
-        "fsdp_keep": lambda: Fsdp(core, reshard=False),
+        "fsdp": lambda: Fsdp(core, reshard=True, reduce_once=False),
+        "fsdp_reduce_once": lambda: Fsdp(core, reshard=True, reduce_once=True),
+        "fsdp_keep": lambda: Fsdp(core, reshard=False, reduce_once=True),
         "ddp": lambda: Ddp(core),
     }
     return makers[name]()
@@ -282,6 +291,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--parts", nargs="+", default=["fsdp", "flat", "dense"])
+    parser.add_argument("--fsdp", nargs="+", choices=FSDP_VARIANTS, default=list(FSDP_VARIANTS))
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--timeout-s", type=float, default=1200.0)
@@ -291,19 +301,18 @@ def main() -> None:
     if "fsdp" in options.parts:
         table = Table(
             "E",
-            "FSDP2 reshard / ours",
-            "FSDP2 keep / ours",
+            *(f"{FSDP_VARIANTS[name]} / ours" for name in options.fsdp),
             "MB ours",
-            "MB FSDP2 reshard",
-            "MB FSDP2 keep",
+            *(f"MB {FSDP_VARIANTS[name]}" for name in options.fsdp),
             title=f"8 x 1,024 tokens, width {options.width}, experts {options.hidden}",
         )
         for experts in options.experts:
-            m = compare(
-                Setting(num_experts=experts, **sizes_of_layer), options.rounds, options.timeout_s
-            )
-            sizes = megabytes(m, "ours", "fsdp_reshard", "fsdp_keep")
-            table.add_row(str(experts), ratio(m, "fsdp_reshard"), ratio(m, "fsdp_keep"), *sizes)
+            variants = ("ours", *options.fsdp)
+            setting = Setting(num_experts=experts, variants=variants, **sizes_of_layer)
+            m = compare(setting, options.rounds, options.timeout_s)
+            ratios = [ratio(m, name) for name in options.fsdp]
+            sizes = megabytes(m, *variants)
+            table.add_row(str(experts), *ratios, *sizes)
         console.print(table)
     if "flat" in options.parts:
         table = Table("E", "tokens/s of E=8 over this E", title="4 x 8,192 tokens per rank, ours")
