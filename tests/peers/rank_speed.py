@@ -47,8 +47,8 @@ FSDP_VARIANTS = {
     "fsdp_reduce_once": "FSDP2, one reduction",
     "fsdp_keep": "FSDP2, one gather and reduction",
 }
-"""Columns: gathers and reduces in every micro-batch (torch's default; Lightning's ModelParallelStrategy can't but do
-so); gathers in every micro-batch, reduces in the last; both once a step, with whole weights and gradients in between."""
+"""Columns. As torch does by default and Lightning's ModelParallelStrategy always: gathers and reduces in every
+micro-batch. Then: reduces in the last only; gathers once as well, with whole weights and gradients in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
