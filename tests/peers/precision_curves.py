@@ -1,8 +1,9 @@
 """What eight bits cost in loss: `python -m tests.peers.precision_curves`.
 
-Trains the preset `tiny` on the sources of Python's standard library four times, with the same seed and data: experts
-in float32, in MXFP8 with both rules for scales, and in row-wise FP8, emulated by float32 matmuls of the codes. Prints
-the losses at the end and writes a picture of all four curves.
+Trains the preset `tiny` on the sources of Python's standard library four times per seed, with the same weights and
+data: experts in float32, in MXFP8 with both rules for scales, and in row-wise FP8, emulated by float32 matmuls of the
+codes. Prints the losses at the end, means over seeds with the range of differences, and writes a picture of the four
+curves of the first seed.
 """
 
 import argparse
@@ -54,22 +55,24 @@ class Row:
     """One run.
 
     Attributes:
+        seed: of weights and order of data.
         train_ce: mean over the last steps (nats per token).
         val_ce: at the end (nats per token).
         seconds: of training.
     """
 
     name: str
+    seed: int
     train_ce: float
     val_ce: float
     seconds: float
 
 
 def train(
-    name: str, data: DataConfig, steps: int, val_batches: int
+    name: str, seed: int, data: DataConfig, steps: int, val_batches: int
 ) -> tuple[Row, list[tuple[int, torch.Tensor]]]:
     """One run, from the same weights and batches as the others."""
-    L.seed_everything(0, verbose=False)
+    L.seed_everything(seed, verbose=False)
     warmup, decay = steps // 10, max(1, steps // 4)
     module = MoEModule(
         TransformerConfig.preset("tiny"),
@@ -96,6 +99,7 @@ def train(
     trainer.fit(module, TokenDataModule(data))
     row = Row(
         name=name,
+        seed=seed,
         train_ce=mean(value.item() for _, value in losses.points[-LAST_STEPS:]),
         val_ce=trainer.callback_metrics["val/ce"].item(),
         seconds=time.perf_counter() - started,
@@ -104,27 +108,33 @@ def train(
 
 
 def table(rows: list[Row], steps: int) -> Table:
-    """Losses beside those of the first row."""
-    result = Table(title=f"preset tiny after {steps} steps")
+    """Mean losses over seeds, beside those of the first name; seed by seed in the range."""
+    by_name = {name: [row for row in rows if row.name == name] for name in RUNS}
+    first, *_ = by_name.values()
+    result = Table(title=f"preset tiny after {steps} steps, {len(first)} seeds")
     for heading in ("experts", "train ce", "over float32", "val ce", "over float32", "seconds"):
         result.add_column(heading)
-    first = rows[0]
-    for row in rows:
+    for name, runs in by_name.items():
         result.add_row(
-            row.name,
-            f"{row.train_ce:.4f}",
-            f"{row.train_ce / first.train_ce - 1:+.2%}",
-            f"{row.val_ce:.4f}",
-            f"{row.val_ce / first.val_ce - 1:+.2%}",
-            f"{row.seconds:.0f}",
+            name,
+            *_compared([row.train_ce for row in runs], [row.train_ce for row in first]),
+            *_compared([row.val_ce for row in runs], [row.val_ce for row in first]),
+            f"{mean(row.seconds for row in runs):.0f}",
         )
     return result
+
+
+def _compared(losses: list[float], others: list[float]) -> tuple[str, str]:
+    changes = [loss / other - 1 for loss, other in zip(losses, others, strict=True)]
+    spread = f" [{min(changes):+.2%} .. {max(changes):+.2%}]"
+    return f"{mean(losses):.4f}", f"{mean(changes):+.2%}{spread if len(changes) > 1 else ''}"
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Train, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--batch-size", type=int, default=8, help="rows of 128 tokens")
     parser.add_argument(
         "--text", nargs="*", default=[], help="files instead of the library's sources"
@@ -136,11 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     data = DataConfig(paths=tuple(options.text), sequence_length=128, batch_size=options.batch_size)
-    rows, curves = [], {}
-    for name in RUNS:
-        row, curves[name] = train(name, data, options.steps, options.val_batches)
-        rows.append(row)
-    Console(width=100).print(table(rows, options.steps))
+    rows: list[Row] = []
+    curves: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for seed in options.seeds:
+        for name in RUNS:
+            row, losses = train(name, seed, data, options.steps, options.val_batches)
+            rows.append(row)
+            curves.setdefault(name, losses)
+    Console(width=120).print(table(rows, options.steps))
     draw_curves(curves, options.picture)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
