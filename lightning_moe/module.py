@@ -36,6 +36,7 @@ from lightning_moe.optim.step_window import refuse_unclosed
 from lightning_moe.parallel.whole_checkpoint import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
 from lightning_moe.strategy.backends import settle_backends
+from lightning_moe.strategy.released_weights import refuse_released
 
 
 class MoEModule(L.LightningModule):
@@ -286,6 +287,7 @@ class MoEModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Refuse a backend that can't run here before the first batch; our strategy has done so already."""
         if not isinstance(self.trainer.strategy, ExpertParallelStrategy):
+            refuse_released(self)
             settle_backends(self, self.trainer.precision_plugin)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe.optim import close_window
+from lightning_moe.parallel.layout import plain_name
+from lightning_moe.precision import ReleasedParameter
 
 
 class NonFiniteGuard(L.Callback):
@@ -54,7 +56,7 @@ class NonFiniteGuard(L.Callback):
         # An optimizer passes over parameters without a gradient: no update, no decay, no change of moments.
         optimizer.zero_grad(set_to_none=True)
         if self._in_a_row > self.max_in_a_row:
-            names = [name for name, p in pl_module.named_parameters() if not p.isfinite().all()]
+            names = _non_finite(trainer, pl_module)
             weights = (
                 f"non-finite weights: {', '.join(names[:5])}" if names else "all weights are finite"
             )
@@ -71,6 +73,22 @@ class NonFiniteGuard(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the count."""
         self.num_skipped, self._in_a_row = state_dict["num_skipped"], state_dict["in_a_row"]
+
+
+def _non_finite(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
+    """Names of such weights; of a weight that isn't there, this rank's part of its master tells."""
+    sharded = getattr(trainer.strategy, "sharded", None)
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if not (
+            sharded.targets[plain_name(name)]
+            if sharded is not None and isinstance(parameter, ReleasedParameter)
+            else parameter
+        )
+        .isfinite()
+        .all()
+    ]
 
 
 def gradient_norm(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> Tensor:

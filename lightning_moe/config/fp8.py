@@ -21,15 +21,18 @@ class FP8Config:
             `floor` down, which clips the largest values of a block by up to 12.5 %.
         emulate: compute with the same codes and scales in float32 where the hardware has no such matmul; slower
             than float32, for tests and studies of accuracy.
+        fp8_only: while fit runs, keep of each expert weight its codes and the sharded optimizer's master, and not
+            the weight itself; needs `ExpertParallelStrategy`.
     """
 
     scale_mode: ScaleMode = "rceil"
     emulate: bool = False
+    fp8_only: bool = False
 
     def __post_init__(self) -> None:
         """Check every option."""
         check_choices("model.moe.fp8", get_args(ScaleMode), scale_mode=self.scale_mode)
-        check_bools("model.moe.fp8", emulate=self.emulate)
+        check_bools("model.moe.fp8", emulate=self.emulate, fp8_only=self.fp8_only)
 
     def check_backend(self, backend: str) -> None:
         """Check that every option has an effect.
@@ -42,8 +45,9 @@ class FP8Config:
                 f"model.moe.fp8.scale_mode={self.scale_mode!r} has no effect with model.moe.backend={backend!r}; "
                 f"unset it or choose mxfp8"
             )
-        if self.emulate and backend not in FP8_BACKENDS:
-            raise ValueError(
-                f"model.moe.fp8.emulate=True has no effect with model.moe.backend={backend!r}; "
-                f"unset it or choose {' or '.join(FP8_BACKENDS)}"
-            )
+        for name in ("emulate", "fp8_only"):
+            if getattr(self, name) and backend not in FP8_BACKENDS:
+                raise ValueError(
+                    f"model.moe.fp8.{name}=True has no effect with model.moe.backend={backend!r}; "
+                    f"unset it or choose {' or '.join(FP8_BACKENDS)}"
+                )

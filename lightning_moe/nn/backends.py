@@ -11,7 +11,12 @@ from lightning_moe.ops.grouped_mm import (
     torch_grouped_mm,
     torch_grouped_mm_refusal,
 )
-from lightning_moe.precision import mxfp8_backend, rowwise_backend
+from lightning_moe.precision import (
+    QuantizedBackend,
+    WeightStore,
+    mxfp8_backend,
+    rowwise_backend,
+)
 
 
 def _no_refusal(_: ExpertSizes) -> None:
@@ -42,6 +47,9 @@ AUTO: Final = ("torch", "loop")
 class BackendChoice:
     """One backend by name, or with `auto` the first that can run the experts.
 
+    Attributes:
+        fp8_only: whether weights are to be dropped while they train (`model.moe.fp8.fp8_only`).
+
     Args:
         name: as in `model.moe.backend`.
         fp8: as in `model.moe.fp8`.
@@ -51,6 +59,7 @@ class BackendChoice:
     def __init__(self, name: Backend, fp8: FP8Config, *, by_plugin: bool = False) -> None:
         self.name = name
         self.by_plugin = by_plugin
+        self.fp8_only = fp8.fp8_only
         self._candidates = {
             candidate: BACKENDS[candidate](fp8)
             for candidate in (AUTO if name == "auto" else (name,))
@@ -85,6 +94,15 @@ class BackendChoice:
         because = "; ".join(note for note in notes if note)
         because = f" ({because})" if because else ""
         return f"expert backend: {asked}{name} in {sizes.dtype} on {sizes.device.type}{because}"
+
+    def only_stores(self) -> dict[str, WeightStore]:
+        """Where `fp8_only` keeps the codes of weights, by the name of the weight; without it nothing."""
+        return {
+            name: store
+            for backend in self._candidates.values()
+            if self.fp8_only and isinstance(backend, QuantizedBackend)
+            for name, store in (("w_up_gate", backend.up_gate), ("w_down", backend.down))
+        }
 
     def forget(self) -> None:
         """Drop what backends have derived from the weights."""

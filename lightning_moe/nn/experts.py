@@ -6,11 +6,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+# As in `precision.backend`.
+from torch._compile import _disable_dynamo
+
 from lightning_moe.config import Backend, FP8Config, MoEConfig
 from lightning_moe.nn.backends import BackendChoice
 from lightning_moe.ops.activations import activation_function
 from lightning_moe.ops.dtypes import matmul_dtype
 from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
+from lightning_moe.precision import ReleasedParameter, leaves_device
 
 
 class Experts(nn.Module):
@@ -45,6 +49,12 @@ class Experts(nn.Module):
         self, rows_RW: Float[Tensor, "R W"], counts_L: Int[Tensor, " L"]
     ) -> Float[Tensor, "R W"]:
         """Rows through their experts: the first counts_L[0] rows through the first expert, and so on."""
+        run = self._run_uncompiled if self.backend.fp8_only else self._run
+        return run(rows_RW, counts_L)
+
+    def _run(
+        self, rows_RW: Float[Tensor, "R W"], counts_L: Int[Tensor, " L"]
+    ) -> Float[Tensor, "R W"]:
         dtype = matmul_dtype(rows_RW)
         weights = ExpertWeights(
             w_up_gate_LPW=self.w_up_gate,
@@ -55,6 +65,9 @@ class Experts(nn.Module):
             training=self.training,
         )
         return self.backend.settle(self.sizes(dtype))(rows_RW.to(dtype), weights, counts_L)
+
+    # The tracer would look at the values of every parameter it meets.
+    _run_uncompiled = _disable_dynamo(_run)
 
     def sizes(self, dtype: torch.dtype | None = None) -> ExpertSizes:
         """What decides which backend can run them; `dtype` defaults to that of matmuls with the weights."""
@@ -97,7 +110,20 @@ class Experts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         self.backend.forget()
-        super()._apply(fn, recurse)
+        released = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if isinstance(parameter, ReleasedParameter)
+        }
+        moved = {name for name, parameter in released.items() if leaves_device(parameter, fn)}
+        for name, store in self.backend.only_stores().items():
+            if name in moved:  # its codes are of no use elsewhere
+                store.let_go()
+        self._parameters.update(dict.fromkeys(released))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(released)
         return self
 
     def extra_repr(self) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.parallel.layout import ParamLayout, ParamSpec
+from lightning_moe.precision import ReleasedParameter, WeightStore, release_, restore_
 
 
 class ShardedState:
@@ -20,7 +21,8 @@ class ShardedState:
     float32, so moments and masters exist for them alone. After each step the new weights are gathered. The part of a
     float32 weight is a view of the weight itself and costs nothing.
 
-    Bytes per parameter with AdamW and bfloat16 weights over D replicas: 2 weight + 4 gradient + 12/D.
+    Bytes per parameter with AdamW and bfloat16 weights over D replicas: 2 weight + 4 gradient + 12/D. Of a weight in
+    `stores` the 2 become the store's bytes once it is released, and a float32 one needs a master, 4/D, as well.
 
     Attributes:
         layout: all parameters.
@@ -29,13 +31,20 @@ class ShardedState:
     Args:
         optimizers: all optimizers of the module.
         layout: made with `split=True`.
+        stores: by name, weights that `release` drops, and what computes with their codes instead.
 
     Raises:
         ValueError: if an optimizer isn't elementwise, or holds a parameter that isn't the module's.
     """
 
-    def __init__(self, optimizers: list[Optimizer], layout: ParamLayout) -> None:
+    def __init__(
+        self,
+        optimizers: list[Optimizer],
+        layout: ParamLayout,
+        stores: Mapping[str, WeightStore] | None = None,
+    ) -> None:
         self.layout = layout
+        self._stores = dict(stores or {})
         self.targets: dict[str, nn.Parameter] = {}
         names = layout.name_of()
         refuse_foreign_parameters(optimizers, layout)
@@ -51,6 +60,8 @@ class ShardedState:
                         optimizer.state[target] = _part_of_state(whole, parameter, spec)
                 group["params"] = targets
             optimizer.register_step_post_hook(lambda *_: self.publish())
+        for name in self._stores:  # frozen weights need a master, too
+            self._target(names, layout.parameters[name])
         self._buckets = self._gather_buckets()
 
     def _target(self, names: dict[nn.Parameter, str], parameter: nn.Parameter) -> nn.Parameter:
@@ -58,7 +69,7 @@ class ShardedState:
         if spec.name in self.targets:  # in several optimizers
             return self.targets[spec.name]
         wide = at_least_float32(parameter.dtype)
-        if not spec.split and parameter.dtype == wide:
+        if not spec.split and parameter.dtype == wide and spec.name not in self._stores:
             return parameter
         target = nn.Parameter(
             part_of(parameter.contiguous(), spec).to(wide), requires_grad=parameter.requires_grad
@@ -77,11 +88,60 @@ class ShardedState:
             everyone = own.new_empty(group.size * len(own))
             group.all_gather(everyone, own)
             columns = everyone.view(group.size, -1).split([spec.chunk for spec in specs], dim=1)
-            for weight, values in zip(weights, columns, strict=True):
-                weight.view(group.size, -1).copy_(values)
+            for spec, values in zip(specs, columns, strict=True):
+                self._receive(spec, values)
         for name, target in self.targets.items():
             if not self.layout.specs[name].split:
-                self.layout.parameters[name].copy_(target.view(self.layout.specs[name].shape))
+                self._receive(self.layout.specs[name], target)
+
+    def _receive(self, spec: ParamSpec, values: Tensor) -> None:
+        weight = self.layout.parameters[spec.name]
+        if isinstance(weight, ReleasedParameter):
+            self._stores[spec.name].hold(values.to(weight.dtype).reshape(spec.shape))
+        elif spec.split:
+            weight.view(values.shape).copy_(values)
+        else:
+            weight.copy_(values.view(spec.shape))
+
+    @property
+    def released(self) -> list[str]:
+        """Names of the weights that aren't there."""
+        return [
+            name
+            for name in self._stores
+            if isinstance(self.layout.parameters[name], ReleasedParameter)
+        ]
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Drop the weights of `stores`: their codes and masters stay."""
+        for name, store in self._stores.items():
+            weight, target = self.layout.parameters[name], self.targets[name]
+            if isinstance(weight, ReleasedParameter):
+                continue
+            store.hold(weight.detach())
+            if self.layout.specs[name].split and target.dtype == weight.dtype:
+                target.data = target.detach().clone()  # it was a part of what goes now
+            release_(weight)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring them back; all replicas call it."""
+        for name in self.released:
+            restore_(self.layout.parameters[name], self.gathered(name))
+            self._stores[name].let_go()
+
+    @torch.no_grad()
+    def gathered(self, name: str) -> Tensor:
+        """One weight from its masters, in its own type and shape; all replicas call it."""
+        spec = self.layout.specs[name]
+        part = self.targets[name].detach().to(self.layout.parameters[name].dtype)
+        if not spec.split:
+            return part.view(spec.shape)
+        group = self.layout.replicas(spec)
+        whole = part.new_empty(group.size * len(part))
+        group.all_gather(whole, part)
+        return whole.view(spec.shape)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

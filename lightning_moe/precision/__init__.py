@@ -7,15 +7,25 @@ from lightning_moe.precision.formats import (
     quantize_mxfp8,
     quantize_rowwise,
 )
+from lightning_moe.precision.released import (
+    ReleasedParameter,
+    leaves_device,
+    release_,
+    restore_,
+)
 from lightning_moe.precision.weight_store import WeightStore
 
 __all__ = [
     "Quantized",
     "QuantizedBackend",
+    "ReleasedParameter",
     "WeightStore",
     "dequantize",
+    "leaves_device",
     "mxfp8_backend",
     "quantize_mxfp8",
     "quantize_rowwise",
+    "release_",
+    "restore_",
     "rowwise_backend",
 ]

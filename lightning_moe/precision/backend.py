@@ -23,6 +23,7 @@ from lightning_moe.precision.formats import (
     quantize_mxfp8,
     quantize_rowwise,
 )
+from lightning_moe.precision.released import ReleasedParameter
 from lightning_moe.precision.scaled_mm import ScaledMatmul, emulated_mm, mxfp8_mm, rowwise_mm
 from lightning_moe.precision.weight_store import Quantize, WeightStore
 
@@ -67,7 +68,8 @@ def mxfp8_backend(config: FP8Config) -> "QuantizedBackend":
             multiple=BLOCK,
             capability=(10, 0),
             emulate=config.emulate,
-        )
+        ),
+        fp8_only=config.fp8_only,
     )
 
 
@@ -81,7 +83,8 @@ def rowwise_backend(config: FP8Config) -> "QuantizedBackend":
             multiple=16,
             capability=(9, 0),
             emulate=config.emulate,
-        )
+        ),
+        fp8_only=config.fp8_only,
     )
 
 
@@ -90,10 +93,12 @@ class QuantizedBackend:
 
     Args:
         recipe: formats and matmul.
+        fp8_only: refuse to train weights that somebody still keeps beside their codes.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, fp8_only: bool = False) -> None:
         self.recipe = recipe
+        self.fp8_only = fp8_only
         self.up_gate = WeightStore(recipe.quantize)
         self.down = WeightStore(recipe.quantize)
 
@@ -145,6 +150,8 @@ class QuantizedBackend:
         counts_L: Int[Tensor, " L"],
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`; the compiler goes around it."""
+        if self.fp8_only and weights.training and torch.is_grad_enabled():
+            _refuse_kept(weights)
         stores = (
             *self.up_gate.layouts(weights.w_up_gate_LPW, training=weights.training),
             *self.down.layouts(weights.w_down_LFW, training=weights.training),
@@ -163,6 +170,16 @@ class QuantizedBackend:
         """See `ExpertBackend.forget`."""
         self.up_gate.forget()
         self.down.forget()
+
+
+def _refuse_kept(weights: ExpertWeights) -> None:
+    both = (weights.w_up_gate_LPW, weights.w_down_LFW)
+    if not all(isinstance(weight, ReleasedParameter) for weight in both):
+        raise RuntimeError(
+            "model.moe.fp8.fp8_only=True trains inside of Trainer.fit with ExpertParallelStrategy only, whose "
+            "optimizer keeps masters of the weights that it drops; use that strategy, or set "
+            "model.moe.fp8.fp8_only=false"
+        )
 
 
 class _QuantizedExperts(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_moe.precision.formats import Quantized
+from lightning_moe.precision.released import ReleasedParameter, refuse_values
 
 Quantize = Callable[[Tensor], Quantized]
 
@@ -37,6 +38,8 @@ class WeightStore:
     weights for evaluation: so a change of mode counts, too, and after any other such write `forget` must be called.
     Copies and pickles start empty, and nothing here is in a state dict.
 
+    Of a `ReleasedParameter` it has the codes that `hold` was given last, and nothing to make them anew from.
+
     Bytes per weight with MXFP8: 2 * 33/32.
 
     Args:
@@ -46,13 +49,22 @@ class WeightStore:
     def __init__(self, quantize: Quantize) -> None:
         self._quantize = quantize
         self._layouts: tuple[Quantized, Quantized] | None = None
+        self._holds = False
         self._weight: weakref.ref[Tensor] | None = None
         self._state: tuple[object, ...] = ()
 
     def layouts(
         self, weight_GXY: Float[Tensor, "G X Y"], *, training: bool = True
     ) -> tuple[Quantized, Quantized]:
-        """The weight quantized along Y, shape (G, X, Y), and along X, shape (G, Y, X)."""
+        """The weight quantized along Y, shape (G, X, Y), and along X, shape (G, Y, X).
+
+        Raises:
+            RuntimeError: for a weight that was released and whose codes aren't here.
+        """
+        if isinstance(weight_GXY, ReleasedParameter):
+            if self._layouts is None:
+                refuse_values("a forward")
+            return self._layouts
         if weight_GXY.is_inference():  # has no version
             return self._quantized(weight_GXY)
         memory = (weight_GXY.data_ptr(), weight_GXY.dtype, weight_GXY.device)
@@ -75,9 +87,21 @@ class WeightStore:
         """Bytes of both layouts; 0 before the first use."""
         return 0 if self._layouts is None else sum(layout.nbytes for layout in self._layouts)
 
+    def hold(self, weight_GXY: Float[Tensor, "G X Y"]) -> None:
+        """Take the codes of a value that isn't kept itself; until `let_go`, `forget` spares them."""
+        self._layouts = None  # old and new codes needn't be there at once
+        self._layouts = self._quantized(weight_GXY)
+        self._holds = True
+
+    def let_go(self) -> None:
+        """Drop them, and follow a weight again."""
+        self._holds = False
+        self.forget()
+
     def forget(self) -> None:
         """Quantize anew at the next use."""
-        self._layouts = self._weight = None
+        if not self._holds:
+            self._layouts = self._weight = None
 
     def __reduce__(self) -> tuple[type["WeightStore"], tuple[Quantize]]:
         return WeightStore, (self._quantize,)

@@ -34,16 +34,16 @@ from lightning_moe.parallel.replicas import materialize, sync_replicas
 from lightning_moe.parallel.static_dispatch import StaticDispatcher
 from lightning_moe.strategy.agreement import StopRequest
 from lightning_moe.strategy.backends import settle_backends
-from lightning_moe.strategy.checkpointing import FolderCheckpoints
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
 from lightning_moe.strategy.plain import restore_rng
+from lightning_moe.strategy.released_weights import ReleasedWeights
 
 # Until all ranks have met: they import, compile or wait for a slow disk for longer than a collective may last.
 _START_LIMIT: Final = timedelta(minutes=5)
 
 
-class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
+class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
     """Experts stay on their ranks and tokens travel; everything else is data parallel with sharded optimizer state.
 
     Works for any LightningModule with `lightning_moe.nn.MoE` layers, and for one without. Weights, losses and
@@ -237,14 +237,18 @@ class ExpertParallelStrategy(FolderCheckpoints, JointStages, DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _share_out(self, layout: ParamLayout) -> None:
-        """Optimizer state to its owners, and the hooks that reduce gradients; neither on a single rank."""
+        """Optimizer state to its owners, and the hooks that reduce gradients.
+
+        A single rank needs neither, unless masters are to outlive weights.
+        """
         self._remove_hooks()
         self.sharded = None
-        if layout.mesh.shape.world == 1:
+        stores = self.stores_of_released(layout)
+        if layout.mesh.shape.world == 1 and not stores:
             return
         refuse_foreign_parameters(self.optimizers, layout)
         if self.distributed_optimizer:
-            self.sharded = ShardedState(self.optimizers, layout)
+            self.sharded = ShardedState(self.optimizers, layout, stores)
         targets = self.sharded.targets if self.sharded is not None else {}
         self.reducer = GradientReducer(layout, targets, bucket_bytes=int(self.bucket_mb * 2**20))
 

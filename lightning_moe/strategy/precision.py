@@ -26,6 +26,7 @@ class MoEPrecision(Precision):
         base: the Trainer's precision for all the rest; leave `Trainer(precision=...)` unset.
         scale_mode: see `model.moe.fp8.scale_mode`.
         emulate: see `model.moe.fp8.emulate`.
+        fp8_only: see `model.moe.fp8.fp8_only`.
 
     Raises:
         ValueError: if a value isn't one of these; in setup, if the module has no such layer or its config asks for
@@ -39,6 +40,7 @@ class MoEPrecision(Precision):
         *,
         scale_mode: ScaleMode = "rceil",
         emulate: bool = False,
+        fp8_only: bool = False,
     ) -> None:
         check_choices("MoEPrecision", FP8_BACKENDS, experts=experts)
         # FP8 scales need the range of these; float16 has not got it.
@@ -46,7 +48,7 @@ class MoEPrecision(Precision):
         # Both are checked above.
         self.experts = cast("Backend", experts)
         self.precision: Base = cast("Base", base)
-        self.fp8 = FP8Config(scale_mode=scale_mode, emulate=emulate)
+        self.fp8 = FP8Config(scale_mode=scale_mode, emulate=emulate, fp8_only=fp8_only)
         self.fp8.check_backend(experts)
         self._base = _plugin(self.precision, "cpu")
         self._converted: list[Experts] = []

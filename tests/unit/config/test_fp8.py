@@ -10,6 +10,7 @@ from lightning_moe.config import FP8Config, MoEConfig, from_mapping
     [
         ({"scale_mode": "ceil"}, "model.moe.fp8.scale_mode='ceil' must be one of rceil, floor"),
         ({"emulate": 1}, "model.moe.fp8.emulate=1 must be true or false"),
+        ({"fp8_only": 1}, "model.moe.fp8.fp8_only=1 must be true or false"),
     ],
 )
 def test_values_are_checked(options: dict[str, object], message: str) -> None:
@@ -18,9 +19,11 @@ def test_values_are_checked(options: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "loop", "torch", "grouped_gemm"])
-def test_emulation_without_an_eight_bit_backend_is_refused(backend: str) -> None:
-    with pytest.raises(ValueError, match=r"fp8\.emulate=True has no effect .*fp8_rowwise or mxfp8"):
-        MoEConfig(backend=backend, fp8=FP8Config(emulate=True))
+@pytest.mark.parametrize("option", ["emulate", "fp8_only"])
+def test_options_without_an_eight_bit_backend_are_refused(backend: str, option: str) -> None:
+    message = rf"fp8\.{option}=True has no effect .*fp8_rowwise or mxfp8"
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(backend=backend, fp8=FP8Config(**{option: True}))
 
 
 def test_a_scale_mode_of_row_wise_scales_is_refused() -> None:
