@@ -2,7 +2,7 @@
 
 from lightning_moe.config.build import from_mapping, to_mapping
 from lightning_moe.config.counting import NormPlacement
-from lightning_moe.config.fp8 import FP8_BACKENDS, Backend, FP8Config, ScaleMode
+from lightning_moe.config.fp8 import FP8_BACKENDS, Backend, FP8Config, LinearFormat, ScaleMode
 from lightning_moe.config.layers import (
     AttentionBackend,
     AttentionConfig,
@@ -47,6 +47,7 @@ __all__ = [
     "LayerConfig",
     "LayerOverrides",
     "LayerSpec",
+    "LinearFormat",
     "MoEConfig",
     "NormPlacement",
     "OptimConfig",

@@ -1,4 +1,4 @@
-"""Numbers of eight bits: quantizers, quantized weights, and the expert backends that compute with them."""
+"""Numbers of eight bits: quantizers, quantized weights, and the experts and linear layers that compute with them."""
 
 from lightning_moe.precision.backend import QuantizedBackend, mxfp8_backend, rowwise_backend
 from lightning_moe.precision.formats import (
@@ -7,6 +7,7 @@ from lightning_moe.precision.formats import (
     quantize_mxfp8,
     quantize_rowwise,
 )
+from lightning_moe.precision.linear import LinearRecipe, MXFP8Linear
 from lightning_moe.precision.released import (
     ReleasedParameter,
     leaves_device,
@@ -16,6 +17,8 @@ from lightning_moe.precision.released import (
 from lightning_moe.precision.weight_store import WeightStore
 
 __all__ = [
+    "LinearRecipe",
+    "MXFP8Linear",
     "Quantized",
     "QuantizedBackend",
     "ReleasedParameter",

@@ -16,6 +16,7 @@ from lightning_moe.config import FP8Config
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
 from lightning_moe.ops.grouped_mm import torch_weight_gradient
+from lightning_moe.precision.device import device_refusal
 from lightning_moe.precision.formats import (
     BLOCK,
     Quantized,
@@ -123,24 +124,14 @@ class QuantizedBackend:
             )
         if sizes.hidden % multiple:
             return f"{name} needs model.moe.hidden_size to be a multiple of {multiple}, not {sizes.hidden}"
-        return self._device_refusal(sizes.device)
+        return None if self.recipe.emulate else self._device_refusal(sizes.device)
 
     def _device_refusal(self, device: torch.device) -> str | None:
-        recipe = self.recipe
-        needed = ".".join(str(number) for number in recipe.capability)
-        advice = (
-            f"{recipe.name} needs a CUDA device of compute capability {needed} or more; set "
-            "model.moe.fp8.emulate=true (emulate=True of MoEPrecision, if that asked) to compute with its "
+        remedy = (
+            "set model.moe.fp8.emulate=true (emulate=True of MoEPrecision, if that asked) to compute with its "
             "codes in float32"
         )
-        if recipe.emulate:
-            return None
-        if device.type != "cuda":
-            return f"the device is {device.type}, and {advice}"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < recipe.capability:
-            return f"the device has {capability[0]}.{capability[1]}, and {advice}"
-        return None
+        return device_refusal(self.recipe.name, self.recipe.capability, device, remedy=remedy)
 
     @_disable_dynamo
     def __call__(

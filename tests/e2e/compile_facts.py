@@ -18,13 +18,17 @@ from torch._dynamo.utils import counters
 from lightning_moe import MoEModule
 from lightning_moe.config import (
     AttentionConfig,
+    Compile,
     LayerConfig,
+    LinearFormat,
     MoEConfig,
     RouterConfig,
     SharedExpertConfig,
     TransformerConfig,
 )
 from lightning_moe.nn import MoETransformer, Routing, balance_loss, z_loss
+from lightning_moe.precision import LinearRecipe
+from lightning_moe.strategy.linears import LinearSwap
 from tests.distributed.layers import connect, spread
 from tests.e2e.runs import make_batches, make_loader, make_trainer, tiny_config
 from tests.ranks import run_ranks
@@ -45,15 +49,32 @@ def build(dtype: torch.dtype = torch.float32, **options: Any) -> MoETransformer:
     moe = MoEConfig(
         num_experts=4, hidden_size=8, router=router, shared=SharedExpertConfig(hidden_size=8)
     )
-    defaults = {"num_layers": 3, "layer_overrides": {0: LayerConfig(dense_hidden_size=24)}}
+    defaults = {
+        "num_layers": 3,
+        "d_model": 16,
+        "moe": moe,
+        "layer_overrides": {0: LayerConfig(dense_hidden_size=24)},
+    }
     config = TransformerConfig(
         vocab_size=11,
-        d_model=16,
         attention=AttentionConfig(num_heads=2, qk_norm="head"),
-        moe=moe,
         **{**defaults, **options},
     )
     return MoETransformer(config).to(dtype)
+
+
+def build_eight_bits(linears: LinearFormat, compile_backend: Compile) -> MoETransformer:
+    """The same, as wide as every eight-bit format needs it, with linear layers that compute in one."""
+    moe = MoEConfig(
+        num_experts=4,
+        hidden_size=8,
+        router=RouterConfig(top_k=2, z_loss_weight=0.1),
+        shared=SharedExpertConfig(hidden_size=32),
+    )
+    overrides = {0: LayerConfig(dense_hidden_size=32)}
+    model = build(d_model=32, moe=moe, layer_overrides=overrides, compile=compile_backend)
+    LinearSwap(LinearRecipe(name=linears, emulate=True)).swap(model)
+    return model
 
 
 def step(model: MoETransformer, ids: Tensor) -> list[Tensor]:
@@ -94,6 +115,14 @@ def _one_process() -> dict[str, Any]:
             facts["breaks"][f"{name}, {way}"] = sum(counters["graph_break"].values())
             if dtype == torch.float32:
                 facts["choices"][way] = _choices(model, ids)
+    formats: tuple[LinearFormat, ...] = ("fp8_rowwise", "mxfp8")
+    for linears in formats:
+        expected = step(build_eight_bits(linears, "none"), ids)
+        torch._dynamo.reset()
+        counters.clear()
+        found = step(build_eight_bits(linears, "aot_eager"), ids)
+        facts["apart"][f"float32, {linears}"] = apart(found, expected)
+        facts["breaks"][f"float32, {linears}"] = sum(counters["graph_break"].values())
     torch._dynamo.reset()
     counters.clear()
     model = build(compile="aot_eager")

@@ -30,6 +30,7 @@ def test_losses_records_and_gradients_of_compiled_blocks_are_the_same(facts: Fac
     apart = facts["one"]["apart"]
     assert set(apart) == {
         *(f"float32, {way}" for way in ("none", "block", "moe", "attention")),
+        *(f"float32, {linears}" for linears in ("fp8_rowwise", "mxfp8")),
         "bfloat16, moe",
         "float64, moe",
     }

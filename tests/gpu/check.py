@@ -1,27 +1,26 @@
 """What only a GPU can show, in a few minutes: `python -m tests.gpu.check`.
 
-Accuracy against float64, work without waiting for the device, speed and memory of every expert backend, on one CUDA
-device of compute capability 8.0 or newer. Prints one table; ends with 1 if a check failed.
+Accuracy against float64, work without waiting for the device, speed and memory of every expert backend, accuracy and
+speed of linear layers in every eight-bit format, on one CUDA device of compute capability 8.0 or newer. Prints one
+table; ends with 1 if a check failed.
 """
 
 import argparse
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, cast, get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from lightning_moe.config import (
     AttentionConfig,
     Backend,
+    LinearFormat,
     MoEConfig,
     RouterConfig,
     TransformerConfig,
@@ -30,49 +29,26 @@ from lightning_moe.nn import MoE, MoETransformer
 from lightning_moe.ops.top_experts import top_experts
 from lightning_moe.parallel import AxisGroup, Ledger
 from lightning_moe.parallel.static_dispatch import StaticDispatcher
+from tests.gpu.linears import linear_accuracy, linear_speed
+from tests.gpu.measure import (
+    GIB,
+    LEAST_SNR,
+    LEAST_SNR_FP8,
+    Result,
+    Size,
+    against,
+    peak_memory,
+    signal_to_noise,
+    step,
+    synchronize,
+    timed,
+    tokens,
+)
 
 OLDEST: Final = (8, 0)
-ROUNDS: Final = 7
-GIB: Final = 2**30
-# Decibels: what rounding to the type costs through two matmuls, with room to spare; a wrong path is below 10.
-LEAST_SNR: Final = {torch.float32: 60.0, torch.bfloat16: 35.0}
-LEAST_SNR_FP8: Final = 18.0
 NAMES: Final = tuple(name for name in get_args(Backend) if name != "auto")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """A layer and its tokens."""
-
-    tokens: int
-    width: int
-    hidden: int
-    experts: int
-    top_k: int
-
-    @property
-    def flops(self) -> int:
-        """Of the experts' matmuls, forward and backward."""
-        return 3 * 2 * self.tokens * self.top_k * 3 * self.width * self.hidden
-
-
 ACCURACY: Final = Size(tokens=512, width=256, hidden=128, experts=16, top_k=4)
 SPEED: Final = Size(tokens=16384, width=2048, hidden=1024, experts=64, top_k=8)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """One line of the table.
-
-    Attributes:
-        passed: None if it was skipped.
-        detail: what was measured, or why it was skipped.
-    """
-
-    check: str
-    subject: str
-    passed: bool | None
-    detail: str
 
 
 def refusal() -> str | None:
@@ -89,14 +65,6 @@ def refusal() -> str | None:
             f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
         )
     return None
-
-
-def signal_to_noise(found: Tensor, expected: Tensor) -> float:
-    """Decibels of `expected` over the difference; infinite where there is none, NaN where a value isn't finite."""
-    expected = expected.double()
-    noise = float((found.double() - expected).square().sum())
-    signal = float(expected.square().sum())
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def build(size: Size, backend: str, dtype: torch.dtype, device: torch.device) -> MoE:
@@ -120,44 +88,15 @@ def why_not(layer: MoE) -> str | None:
     return None
 
 
-def tokens(size: Size, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Input and gradient of the output."""
-    generator = torch.Generator().manual_seed(1)
-    shape = size.tokens, size.width
-    x, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    return x.requires_grad_(), gradient
-
-
-def step(layer: MoE, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-    """One forward and backward: output and gradients."""
-    layer.zero_grad()
-    x.grad = None
-    y, _ = layer(x)
-    y.backward(gradient)
-    named = {name: p.grad for name, p in layer.named_parameters()} | {"x": x.grad}
-    return {"y": y.detach()} | {name: g for name, g in named.items() if g is not None}
-
-
 def accuracy(size: Size, backend: str, dtype: torch.dtype, device: torch.device) -> Result:
     """Output and all gradients against the loop in float64 on the CPU, on the same rounded weights and tokens."""
     subject = f"{backend}, {str(dtype).removeprefix('torch.')}"
     layer = build(size, backend, dtype, device)
     if reason := why_not(layer):
         return Result(check="accuracy", subject=subject, passed=None, detail=reason)
-    x, gradient = tokens(size, dtype, device)
     exact = build(size, "loop", torch.float64, torch.device("cpu"))
-    exact.load_state_dict(layer.state_dict())
-    found = step(layer, x, gradient)
-    expected = step(exact, x.detach().cpu().double().requires_grad_(), gradient.cpu().double())
-    decibels = {name: signal_to_noise(found[name].cpu(), value) for name, value in expected.items()}
-    worst = min(decibels, key=lambda name: decibels[name])
     least = LEAST_SNR_FP8 if "fp8" in backend else LEAST_SNR[dtype]
-    return Result(
-        check="accuracy",
-        subject=subject,
-        passed=all(value >= least for value in decibels.values()),
-        detail=f"{decibels[worst]:.0f} dB at worst ({worst}), {least:.0f} needed",
-    )
+    return against(exact, layer, tokens(size, dtype, device), subject=subject, least=least)
 
 
 def speed(size: Size, backend: str, device: torch.device) -> Result:
@@ -165,19 +104,7 @@ def speed(size: Size, backend: str, device: torch.device) -> Result:
     layer = build(size, backend, torch.bfloat16, device)
     if reason := why_not(layer):
         return Result(check="speed", subject=backend, passed=None, detail=reason)
-    x, gradient = tokens(size, torch.bfloat16, device)
-    step(layer, x, gradient)
-    before = _memory(device)
-    seconds = statistics.median(
-        _seconds(lambda: step(layer, x, gradient), device) for _ in range(ROUNDS)
-    )
-    memory = "" if before is None else f", {(_memory(device) or 0) / GIB:.2f} GiB at most"
-    return Result(
-        check="speed",
-        subject=backend,
-        passed=True,
-        detail=f"{seconds * 1e3:.2f} ms, {size.flops / seconds / 1e12:.1f} TFLOP/s{memory}",
-    )
+    return timed(layer, size, device, subject=backend)
 
 
 def waiting(size: Size, dispatcher: str, device: torch.device) -> Result:
@@ -227,9 +154,9 @@ def offload(device: torch.device) -> Result:
     for offloads in (False, True):
         torch.manual_seed(0)
         model = MoETransformer(replace(config, offload_activations=offloads)).to(device)
-        _memory(device)
+        peak_memory(device)
         model(ids)[0].square().mean().backward()
-        peaks.append(_memory(device))
+        peaks.append(peak_memory(device))
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     # Not equal bits: attention's backward may add up in any order on a GPU.
     passed = min(map(signal_to_noise, *gradients)) >= LEAST_SNR[torch.float32]
@@ -249,6 +176,12 @@ def run(device: torch.device, *, accuracy_size: Size, speed_size: Size) -> list[
     ]
     results += [waiting(accuracy_size, dispatcher, device) for dispatcher in ("local", "static")]
     results += [speed(speed_size, name, device) for name in NAMES]
+    results += [
+        linear_accuracy(accuracy_size, name, dtype, device)
+        for name in get_args(LinearFormat)
+        for dtype in LEAST_SNR
+    ]
+    results += [linear_speed(speed_size, name, device) for name in (None, *get_args(LinearFormat))]
     return results
 
 
@@ -263,34 +196,12 @@ def table(results: Sequence[Result], *, title: str) -> Table:
     return made
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _memory(device: torch.device) -> int | None:
-    """Most bytes allocated since the last call; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    most = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return most
-
-
 @contextmanager
 def _waiting_is_an_error(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    _synchronize(device)
+    synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

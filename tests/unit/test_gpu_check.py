@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.gpu import check
+from tests.gpu import check, measure
 
 CPU = torch.device("cpu")
 TINY = check.Size(tokens=24, width=32, hidden=16, experts=4, top_k=2)
@@ -15,10 +15,10 @@ TINY = check.Size(tokens=24, width=32, hidden=16, experts=4, top_k=2)
 
 def test_signal_to_noise_by_hand() -> None:
     signal = torch.tensor([3.0, 4.0])
-    assert check.signal_to_noise(torch.tensor([3.0, 4.5]), signal) == pytest.approx(20.0)
-    assert check.signal_to_noise(signal, signal) == math.inf
-    assert check.signal_to_noise(torch.ones(2), torch.zeros(2)) == -math.inf
-    assert math.isnan(check.signal_to_noise(torch.tensor([math.nan, 4.0]), signal))
+    assert measure.signal_to_noise(torch.tensor([3.0, 4.5]), signal) == pytest.approx(20.0)
+    assert measure.signal_to_noise(signal, signal) == math.inf
+    assert measure.signal_to_noise(torch.ones(2), torch.zeros(2)) == -math.inf
+    assert math.isnan(measure.signal_to_noise(torch.tensor([math.nan, 4.0]), signal))
 
 
 def test_all_checks_run_on_a_cpu_pass_or_say_why_they_were_skipped() -> None:
@@ -27,6 +27,10 @@ def test_all_checks_run_on_a_cpu_pass_or_say_why_they_were_skipped() -> None:
     by_subject = {(result.check, result.subject): result for result in results}
     assert by_subject["accuracy", "torch, bfloat16"].passed
     assert by_subject["accuracy", "loop, float32"].passed
+    assert by_subject["speed", "linears bfloat16"].passed
+    refused = by_subject["accuracy", "linears fp8_rowwise, bfloat16"]
+    assert refused.passed is None
+    assert "MoEPrecision linears=fp8_rowwise can't work here" in refused.detail
     skipped = by_subject["speed", "mxfp8"]
     assert skipped.passed is None
     assert "model.moe.backend=mxfp8 can't run these experts" in skipped.detail
@@ -38,7 +42,7 @@ def test_all_checks_run_on_a_cpu_pass_or_say_why_they_were_skipped() -> None:
 
 
 def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = check.step
+    right = measure.step
 
     def wrong(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> object:
         result = right(layer, x, gradient)
@@ -46,10 +50,17 @@ def test_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             result["experts.w_down"] = -result["experts.w_down"]
         return result
 
-    monkeypatch.setattr(check, "step", wrong)
+    monkeypatch.setattr(measure, "step", wrong)
     found = check.accuracy(TINY, "torch", torch.bfloat16, CPU)
     assert found.passed is False
     assert "-6 dB at worst (experts.w_down), 35 needed" in found.detail
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "mxfp8"])
+def test_linear_layers_in_eight_bits_are_near_enough_to_float64(name: str) -> None:
+    size = check.Size(tokens=48, width=32, hidden=16, experts=4, top_k=2)
+    found = check.linear_accuracy(size, name, torch.bfloat16, CPU, emulate=True)
+    assert found.passed, found.detail
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
