@@ -371,10 +371,6 @@ class _Reload(L.Callback):
                 "output": _output(pl_module),
             }
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.strategy.teardown()
-        self.found["afterwards"] = _output(pl_module)
-
 
 def _output(module: MoEModule) -> Tensor:
     experts = module.moe_layers[0].experts
@@ -394,8 +390,9 @@ def _reload(rank: int, world: int, path: Path, precision: str) -> dict[str, Any]
         precision=precision,
         callbacks=[reload],
     )
-    trainer.fit(_module(*MODES["only"]), loader(rank, world))
-    return reload.found
+    module = _module(*MODES["only"])
+    trainer.fit(module, loader(rank, world))
+    return reload.found | {"afterwards": _output(module)}
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -408,6 +405,49 @@ def test_a_checkpoint_loaded_in_the_middle_of_a_fit_reaches_masters_and_codes(
         assert found["released"]
         # From codes, and from the weights that came back.
         assert torch.equal(found["output"], found["afterwards"])
+
+
+class _Manual(Module):
+    """Steps by itself, after every second micro-batch."""
+
+    def __init__(self, *args: Any) -> None:  # noqa: ANN401
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def _variant(rank: int, world: int, manual: bool, **strategy: Any) -> list[str]:  # noqa: ANN401
+    join_lightning(rank, world)
+    found = []
+    for mode in ("kept", "only"):
+        module = _module(*MODES[mode], kind=_Manual if manual else Module)
+        trainer = make_trainer(
+            world,
+            ExpertParallelStrategy(world, timeout=120.0, **strategy),
+            precision="32-true",
+            gradient_clip_val=None,
+        )
+        trainer.fit(module, loader(rank, world))
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    return _differences(*found)
+
+
+def _manual(rank: int, world: int) -> list[str]:
+    return _variant(rank, world, manual=True)
+
+
+def _static(rank: int, world: int) -> list[str]:
+    return _variant(rank, world, manual=False, dispatcher="static", capacity_factor=1.0)
+
+
+@pytest.mark.parametrize(("world", "variant"), [(1, _manual), (2, _manual), (2, _static)])
+def test_manual_steps_and_static_dispatch_are_the_same_exactly(world: int, variant: Any) -> None:  # noqa: ANN401
+    assert run_ranks(variant, world) == [[]] * world
 
 
 def _frozen(rank: int, world: int) -> list[str]:
