@@ -15,19 +15,21 @@ from lightning_moe.config.layers import (
 )
 from lightning_moe.config.model import LayerOverrides, TransformerConfig
 from lightning_moe.config.moe import (
-    BALANCE_INVARIANCE,
     Activation,
-    BalanceScope,
-    GatingFunction,
     LatentMoEConfig,
     MoEConfig,
-    OverLayers,
-    RouterConfig,
     SharedActivation,
     SharedExpertConfig,
 )
 from lightning_moe.config.optim import DecayShape, OptimConfig, Schedule, ScheduleUnit
 from lightning_moe.config.presets import PRESETS
+from lightning_moe.config.router import (
+    BALANCE_INVARIANCE,
+    BalanceScope,
+    GatingFunction,
+    OverLayers,
+    RouterConfig,
+)
 
 __all__ = [
     "BALANCE_INVARIANCE",

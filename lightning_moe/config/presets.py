@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Final
 
 from lightning_moe.config.layers import AttentionConfig
-from lightning_moe.config.moe import MoEConfig, RouterConfig, SharedExpertConfig
+from lightning_moe.config.moe import MoEConfig, SharedExpertConfig
+from lightning_moe.config.router import RouterConfig
 
 Options = dict[str, object]
 
