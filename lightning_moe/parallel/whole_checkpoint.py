@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_moe.parallel.checkpoint import (
     INFO,
     UNREADABLE,
-    Part,
     Tree,
     existing_path,
     is_folder,
@@ -21,6 +20,7 @@ from lightning_moe.parallel.checkpoint import (
     read_meta,
     read_sizes,
 )
+from lightning_moe.parallel.checkpoint_layout import Part
 
 
 def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:

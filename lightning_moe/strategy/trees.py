@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_moe.parallel.checkpoint import FolderLayout, Tree
+from lightning_moe.parallel.checkpoint import Tree
+from lightning_moe.parallel.checkpoint_layout import FolderLayout
 from lightning_moe.parallel.layout import plain_name
 
 
@@ -67,8 +68,8 @@ def _prefix(value: Mapping[Any, Any], experts: Mapping[str, int]) -> str | None:
     return None
 
 
-def _branch(checkpoint: dict[str, Any], path: tuple[Any, ...]) -> Any:  # noqa: ANN401 - nested dicts
-    branch: Any = checkpoint
+def _branch(checkpoint: dict[Any, Any], path: tuple[Any, ...]) -> dict[Any, Any]:
+    branch = checkpoint
     for key in path[:-1]:
         branch = branch[key]
     return branch
