@@ -3,7 +3,7 @@
 import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -70,12 +70,12 @@ class EndTogether:
     Everything but iteration is the loader's own.
     """
 
-    def __init__(self, loader: Any, world: AxisGroup, device: torch.device) -> None:  # noqa: ANN401
+    def __init__(self, loader: Iterable[Any], world: AxisGroup, device: torch.device) -> None:
         self._loader = loader
         self._world = world
         self._device = device
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or "_loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -124,6 +124,6 @@ class StopRequest:
 def is_sized(loader: object) -> bool:
     """Whether the number of batches is known before iteration."""
     try:
-        return math.isfinite(len(loader))  # type: ignore[arg-type]
+        return isinstance(loader, Sized) and math.isfinite(len(loader))
     except (TypeError, NotImplementedError):
         return False

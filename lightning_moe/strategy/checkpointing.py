@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -17,17 +17,25 @@ from torch.optim import Optimizer
 
 from lightning_moe.optim.sharded import ShardedState, part_of
 from lightning_moe.parallel import checkpoint as folders
-from lightning_moe.parallel.checkpoint import INFO, MASTER, FolderLayout
+from lightning_moe.parallel.checkpoint import INFO, MASTER
+from lightning_moe.parallel.checkpoint_layout import FolderLayout
 from lightning_moe.parallel.collectives import gather_objects
 from lightning_moe.parallel.layout import ParamLayout, plain_name
 from lightning_moe.parallel.whole_checkpoint import read_file
 from lightning_moe.strategy.joint_errors import agree, jointly
+from lightning_moe.strategy.optimizer_states import (
+    by_name,
+    check_groups,
+    fitting,
+    merged,
+    split_off_tensors,
+)
 from lightning_moe.strategy.plain import plain, rank_state
 from lightning_moe.strategy.trees import take_trees
 
 
-class FolderCheckpoints:
-    """Mixed into the strategy, which owns the attributes below.
+class FolderCheckpoints(DDPStrategy):
+    """Checkpoints as folders, for the strategy that owns the attributes below.
 
     A `state_dict` in memory always holds local tensors by name, and an optimizer's state local parts by name; the
     folder alone knows global shapes.
@@ -35,10 +43,6 @@ class FolderCheckpoints:
 
     layout: ParamLayout | None
     sharded: ShardedState | None
-    optimizers: list[Optimizer]
-    lightning_module: L.LightningModule | None
-    is_global_zero: bool
-    checkpoint_io: CheckpointIO
     _rng_to_restore: dict[str, Any] | None
 
     @property
@@ -53,7 +57,7 @@ class FolderCheckpoints:
                 f"{type(self.checkpoint_io).__name__} has no effect on ExpertParallelStrategy, which writes folders "
                 "from all ranks; remove it from the Trainer's plugins"
             )
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
 
     @property
     def failing(self) -> BaseException | None:
@@ -68,7 +72,7 @@ class FolderCheckpoints:
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, except where they won't come."""
         if self.lightning_module is None or self.failing is None:
-            super().barrier(name)  # type: ignore[misc]
+            super().barrier(name)
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -95,7 +99,7 @@ class FolderCheckpoints:
         self,
         checkpoint: dict[str, Any],
         filepath: str | Path,
-        storage_options: Any | None = None,  # noqa: ANN401 - Lightning's signature
+        storage_options: object = None,
     ) -> None:
         """Write a checkpoint folder; all ranks must call it.
 
@@ -122,34 +126,16 @@ class FolderCheckpoints:
             "optimizers": None,
         }
         if optimizers is not None:
-            info["optimizers"] = [
-                self._split_off_tensors(folder, i, saved, trees)
-                for i, saved in enumerate(optimizers)
-            ]
+            info["optimizers"] = []
+            for i, saved in enumerate(optimizers):
+                tensors, rest = split_off_tensors(saved, folder)
+                info["optimizers"].append(rest)
+                if tensors:
+                    trees[f"optimizer_{i}"] = tensors
         info["ranks"] = gather_objects(rank_state(checkpoint))
-        path = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined]
+        path = str(self.broadcast(str(filepath)))
         world = folders.World(is_first=self.is_global_zero, agree=lambda p: agree(p, path))
         folders.save_folder(path, trees, {**plain(checkpoint), INFO: plain(info)}, world)
-
-    @staticmethod
-    def _split_off_tensors(
-        folder: FolderLayout,
-        index: int,
-        saved: dict[str, Any],
-        trees: dict[str, dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Tensors into `trees`; groups and plain values are what stays."""
-        plain_values: dict[str, dict[str, Any]] = {}
-        tensors: dict[str, dict[str, folders.Part]] = {}
-        for name, state in saved["state"].items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors.setdefault(name, {})[key] = folder.moment(name, value)
-                else:
-                    plain_values.setdefault(name, {})[key] = value
-        if tensors:
-            trees[f"optimizer_{index}"] = tensors
-        return {"param_groups": saved["param_groups"], "plain": plain_values}
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -163,7 +149,7 @@ class FolderCheckpoints:
             ValueError: if what is there is no checkpoint, is cut short, or needs code to be loaded. Either on all
                 ranks.
         """
-        path = str(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined]
+        path = str(self.broadcast(str(checkpoint_path)))
         self._rng_to_restore = None
         folder = self._folder()
         found = jointly(lambda: folders.existing_path(path), path)
@@ -185,10 +171,7 @@ class FolderCheckpoints:
         del checkpoint[INFO]
         if resume:
             checkpoint["optimizer_states"] = [
-                {
-                    "state": _merged(tensors.get(f"optimizer_{i}", {}), saved["plain"]),
-                    "param_groups": saved["param_groups"],
-                }
+                merged(tensors.get(f"optimizer_{i}", {}), saved)
                 for i, saved in enumerate(info["optimizers"])
             ]
             self._restore_rank(checkpoint, info["ranks"])
@@ -204,47 +187,14 @@ class FolderCheckpoints:
             else tensor
             for name, tensor in checkpoint["state_dict"].items()
         }
-        if "optimizer_states" in checkpoint and self.optimizers:
+        states = checkpoint.get("optimizer_states")
+        # Another number of them is refused where they are loaded.
+        if states and len(states) == len(self.optimizers):
             checkpoint["optimizer_states"] = [
-                self._by_name(i, state, folder)
-                for i, state in enumerate(checkpoint["optimizer_states"])
+                by_name(saved, self._group_names(own), folder)
+                for saved, own in zip(states, self.optimizers, strict=True)
             ]
         return checkpoint
-
-    def _by_name(self, index: int, saved: dict[str, Any], folder: FolderLayout) -> dict[str, Any]:
-        """Local parts of a torch optimizer's state, which counts parameters, by the names they have in this run."""
-        if index >= len(self.optimizers):
-            return {"state": {}, "param_groups": []}
-        own = self._group_names(self.optimizers[index])
-        groups = saved["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != [len(group) for group in own]:
-            raise ValueError(
-                f"the checkpoint's optimizer has groups of {sizes} parameters, this run's {[len(g) for g in own]}; "
-                "load weights only, or use the optimizer of the saved run"
-            )
-        names = [group.get("param_names", mine) for group, mine in zip(groups, own, strict=True)]
-        name_of = {
-            number: name
-            for group, group_names in zip(groups, names, strict=True)
-            for number, name in zip(group["params"], group_names, strict=True)
-        }
-        return {
-            "state": {
-                name_of[number]: {
-                    key: folder.slice_moment(name_of[number], value)
-                    if isinstance(value, Tensor) and value.dim() and name_of[number] in folder.specs
-                    else value
-                    for key, value in state.items()
-                }
-                for number, state in saved["state"].items()
-            },
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "param_names"}
-                | {"params": group_names}
-                for group, group_names in zip(groups, names, strict=True)
-            ],
-        }
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Local weights into the module; torch's own message names missing and unexpected ones."""
@@ -297,28 +247,18 @@ class FolderCheckpoints:
             )
         parameters = {name: p for p, name in self._optimizer_names().items()}
         for optimizer, saved in zip(self.optimizers, states, strict=True):
-            self._check_groups(optimizer, saved["param_groups"])
+            check_groups(saved["param_groups"], self._group_names(optimizer))
             for name, state in saved["state"].items():
                 target = parameters[name]
                 if MASTER in state:
                     self._load_master(name, state.pop(MASTER))
                 if state:
                     optimizer.state[target] = {
-                        key: _fitting(value, target, f"{key} of {name}")
+                        key: fitting(value, target, f"{key} of {name}")
                         for key, value in state.items()
                     }
         if self.sharded is not None:
             self.sharded.publish()
-
-    def _check_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-        own, theirs = self._group_names(optimizer), [group["params"] for group in saved]
-        if own != theirs:
-            mine, others = {n for g in own for n in g}, {n for g in theirs for n in g}
-            difference = sorted(mine ^ others)[:3] or "the same, in other groups or another order"
-            raise ValueError(
-                f"the checkpoint's optimizer holds other parameters than this run's ({difference}); load weights only, "
-                "or use the optimizer of the saved run"
-            )
 
     def _load_master(self, name: str, master: Tensor) -> None:
         """Into the master, or into the weight itself where this run keeps it wide."""
@@ -367,25 +307,3 @@ class FolderCheckpoints:
                 checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = ranks[rank][
                     "loaders"
                 ]
-
-
-def _merged(
-    tensors: dict[str, dict[str, Any]], others: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    return {
-        name: {**tensors.get(name, {}), **others.get(name, {})} for name in {**tensors, **others}
-    }
-
-
-def _fitting(value: Any, target: Tensor, what: str) -> Any:  # noqa: ANN401 - optimizers keep tensors and numbers
-    if not isinstance(value, Tensor):
-        return value
-    if not value.dim():
-        # AdamW counts steps in a float32 tensor that lives with its kernels.
-        return value.to(target.device)
-    if value.numel() != target.numel():
-        raise ValueError(
-            f"the checkpoint's {what} has {value.numel()} elements on this rank, the parameter {target.numel()}; was "
-            "it saved by another optimizer or model?"
-        )
-    return value.view(target.shape).to(device=target.device, dtype=target.dtype)

@@ -6,23 +6,22 @@ from datetime import timedelta
 from typing import Any, Final, Literal, cast
 
 import lightning as L
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_moe.config.checks import POSITIVE, check_floats
-from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE
+from lightning_moe.nn import MoE
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
 from lightning_moe.optim.step_window import close_window, divide_ahead
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.clip import clip_, global_norm
 from lightning_moe.parallel.collectives import ProcessMesh
-from lightning_moe.parallel.dispatch import AllToAllDispatcher
 from lightning_moe.parallel.layout import ParamLayout
 from lightning_moe.parallel.mesh import (
     MeshShape,
@@ -31,11 +30,11 @@ from lightning_moe.parallel.mesh import (
 )
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
-from lightning_moe.parallel.static_dispatch import StaticDispatcher
 from lightning_moe.strategy.agreement import StopRequest
 from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
+from lightning_moe.strategy.options import DispatcherName, DispatchOptions, refuse_unknown
 from lightning_moe.strategy.plain import restore_rng
 from lightning_moe.strategy.released_weights import ReleasedWeights
 
@@ -43,7 +42,7 @@ from lightning_moe.strategy.released_weights import ReleasedWeights
 _START_LIMIT: Final = timedelta(minutes=5)
 
 
-class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
+class ExpertParallelStrategy(ReleasedWeights, JointStages):
     """Experts stay on their ranks and tokens travel; everything else is data parallel with sharded optimizer state.
 
     Works for any LightningModule with `lightning_moe.nn.MoE` layers, and for one without. Weights, losses and
@@ -77,7 +76,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
         self,
         expert_parallel: int | Literal["auto"] = "auto",
         *,
-        dispatcher: Literal["all_to_all", "static"] = "all_to_all",
+        dispatcher: DispatcherName = "all_to_all",
         capacity_factor: float = 1.25,
         overflow: Overflow = "position",
         receive_limit: int | None = None,
@@ -85,19 +84,21 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
         bucket_mb: float = 25.0,
         timeout: float | timedelta = 50.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **lightning_options: Any,  # noqa: ANN401 - DDPStrategy's own, checked below
+        **lightning_options: Any,
     ) -> None:
-        _refuse_unknown(lightning_options)
+        refuse_unknown(lightning_options)
         check_expert_parallel(expert_parallel)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        check_floats("strategy", POSITIVE, timeout=seconds)
+        check_floats("strategy", POSITIVE, timeout=seconds, bucket_mb=bucket_mb)
         limit = timedelta(seconds=seconds)
         super().__init__(timeout=limit, start_method=start_method, **lightning_options)
         self.expert_parallel = expert_parallel
-        self.dispatcher = dispatcher
-        self.capacity_factor = capacity_factor
-        self.overflow: Overflow = overflow
-        self.receive_limit = receive_limit
+        self.dispatch = DispatchOptions(
+            dispatcher=dispatcher,
+            capacity_factor=capacity_factor,
+            overflow=overflow,
+            receive_limit=receive_limit,
+        )
         self.distributed_optimizer = distributed_optimizer
         self.bucket_mb = bucket_mb
         self.mesh: ProcessMesh | None = None
@@ -107,34 +108,6 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
         self._rng_to_restore: dict[str, Any] | None = None
         self._stop = StopRequest()
         self._predict_batches: list[tuple[int, int]] = []
-        self._check_options()
-
-    def _check_options(self) -> None:
-        static = self.dispatcher == "static"
-        if self.dispatcher not in ("all_to_all", "static"):
-            raise ValueError(
-                f"strategy.dispatcher={self.dispatcher!r} must be all_to_all or static"
-            )
-        if self.overflow not in ("position", "weight"):
-            raise ValueError(f"strategy.overflow={self.overflow!r} must be position or weight")
-        if self.capacity_factor <= 0:
-            raise ValueError(f"strategy.capacity_factor={self.capacity_factor} must be above 0")
-        if not static and (self.capacity_factor, self.overflow) != (1.25, "position"):
-            raise ValueError(
-                f"strategy.capacity_factor={self.capacity_factor} and strategy.overflow={self.overflow} have no "
-                "effect with strategy.dispatcher=all_to_all, which drops nothing; unset them or choose static"
-            )
-        if static and self.receive_limit is not None:
-            raise ValueError(
-                f"strategy.receive_limit={self.receive_limit} has no effect with strategy.dispatcher=static, whose "
-                "capacity_factor is the limit; unset it"
-            )
-        if self.receive_limit is not None and self.receive_limit < 1:
-            raise ValueError(
-                f"strategy.receive_limit={self.receive_limit} must be at least 1, or null for none"
-            )
-        if self.bucket_mb <= 0:
-            raise ValueError(f"strategy.bucket_mb={self.bucket_mb} must be above 0")
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -183,21 +156,8 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
             self.lightning_module,
             mesh.shape,
             mesh.rank,
-            lambda layer: self._dispatcher(mesh, layer),
+            lambda layer: self.dispatch.build(mesh.ep, layer.config),
         )
-
-    def _dispatcher(self, mesh: ProcessMesh, layer: MoE) -> Dispatcher:
-        if self.dispatcher == "static":
-            return StaticDispatcher(
-                mesh.ep,
-                num_experts=layer.config.num_experts,
-                top_k=layer.config.router.top_k,
-                capacity_factor=self.capacity_factor,
-                overflow=self.overflow,
-            )
-        if mesh.ep.size == 1:
-            return LocalDispatcher()
-        return AllToAllDispatcher(mesh.ep, receive_limit=self.receive_limit)
 
     def _connected(self) -> ProcessMesh:
         if self.mesh is None:
@@ -320,11 +280,11 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
         optimizer: Optimizer,
         closure: Callable[[], Any],
         model: L.LightningModule | nn.Module | None = None,
-        **options: Any,  # noqa: ANN401 - Lightning's signature
-    ) -> Any:  # noqa: ANN401
+        **options: Any,
+    ) -> object:
         """Close the step's window before any callback or clipping sees gradients (`optim.StepWindow`)."""
 
-        def closed() -> Any:  # noqa: ANN401 - whatever Lightning's closure returns
+        def closed() -> object:
             result = closure()
             assert self.lightning_module is not None
             close_window(self.lightning_module)
@@ -334,12 +294,12 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
 
     def reduce(
         self,
-        tensor: Any,  # noqa: ANN401 - Lightning's signature
-        group: Any = None,  # noqa: ANN401
-        reduce_op: Any = "mean",  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        tensor: Tensor,
+        group: object = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> Tensor:
         """As in `DDPStrategy`, and noted in the ledger."""
-        if self.mesh is not None and self.mesh.dense.size > 1 and isinstance(tensor, Tensor):
+        if self.mesh is not None and self.mesh.dense.size > 1:
             self.mesh.ledger.enter("all_reduce", "dense", tensor)
         return super().reduce(tensor, group, reduce_op)
 
@@ -370,7 +330,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
             for name, spec in self.layout.specs.items()
         }
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """A resumed run goes on with each rank's own random numbers, from its first batch on."""
         super().on_train_batch_start(batch, batch_idx)
         if self._rng_to_restore is not None:
@@ -385,23 +345,3 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages, DDPStrategy):
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-_LIGHTNING_OPTIONS = frozenset(
-    {
-        "accelerator",
-        "parallel_devices",
-        "cluster_environment",
-        "checkpoint_io",
-        "precision_plugin",
-        "process_group_backend",
-    }
-)
-
-
-def _refuse_unknown(lightning_options: dict[str, Any]) -> None:
-    if unknown := sorted(set(lightning_options) - _LIGHTNING_OPTIONS):
-        raise TypeError(
-            f"ExpertParallelStrategy has no option {unknown[0]!r}; DDP's own options have no effect here, since the "
-            "module isn't wrapped in DistributedDataParallel"
-        )

@@ -4,12 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-import lightning as L
-import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_moe.parallel.collectives import ProcessMesh, gather_objects
@@ -26,32 +26,29 @@ from lightning_moe.strategy.launchers import ScriptLauncher
 _LAST_WORDS_S: Final = 3.0
 
 
-class JointStages:
-    """Mixed into the strategy, which owns the attributes below."""
+class JointStages(DDPStrategy):
+    """Ranks that begin and end together, for the strategy that owns the attributes below."""
 
     mesh: ProcessMesh | None
-    lightning_module: L.LightningModule | None
-    root_device: torch.device
-    global_rank: int
-    _launcher: Any
     _stop: StopRequest
     _predict_batches: list[tuple[int, int]]
     _stopped_by: int = 0
 
-    def process_dataloader(self, dataloader: Any) -> Any:  # noqa: ANN401 - Lightning's signature
+    def process_dataloader(self, dataloader: object) -> object:
         """Loaders of unknown length end together."""
         if self.mesh is None or self.mesh.dense.size == 1 or is_sized(dataloader):
             return dataloader
+        assert isinstance(dataloader, Iterable)
         return EndTogether(dataloader, self.mesh.dense, self.root_device)
 
-    def _refuse_uneven(self, num_batches: Any, what: str) -> None:  # noqa: ANN401 - a number, or one per loader
+    def _refuse_uneven(self, num_batches: int | float | list[int | float], what: str) -> None:
         if self.mesh is not None and self.mesh.dense.size > 1:
             numbers = num_batches if isinstance(num_batches, list) else [num_batches]
             refuse_uneven(numbers, self.mesh.dense, self.root_device, what)
 
     def on_train_start(self) -> None:
         """Check that epochs are equally long; from here on signals to stop wait for the end of a step."""
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         if self.mesh is not None and self.mesh.dense.size > 1:
             refuse_different(gather_objects(self._common_options()))
         self._refuse_uneven(self._trainer.num_training_batches, "train")
@@ -102,20 +99,20 @@ class JointStages:
             if number:
                 self._predict_batches.append((int(min(number, 1e18)), int(largest)))
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def predict_step(self, *args: Any, **kwargs: Any) -> object:
         """After its last batch a rank repeats that one, for the ranks that still need its experts."""
-        prediction = super().predict_step(*args, **kwargs)  # type: ignore[misc]
+        prediction = super().predict_step(*args, **kwargs)
         if self._predict_batches:
             # Loaders come one after the other; a user's step need not take the batch's number, so count.
             left, largest = self._predict_batches[0]
             self._predict_batches[0] = (left - 1, largest - 1)
             if left == 1:
                 for _ in range(largest - 1):
-                    super().predict_step(*args, **kwargs)  # type: ignore[misc]
+                    super().predict_step(*args, **kwargs)
                 del self._predict_batches[0]
         return prediction
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Before the last micro-batch of a step, ask whether any rank was told to stop: then all stop after it."""
         trainer = self._trainer
         if self.mesh is None:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -18,6 +18,7 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 
 from lightning_moe.parallel.apply import gather_experts
 
@@ -42,11 +43,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(
         self,
-        function: Any,  # noqa: ANN401 - Lightning's signature
-        *args: Any,  # noqa: ANN401
+        function: Callable[..., object],
+        *args: Any,
         trainer: L.Trainer | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        **kwargs: Any,
+    ) -> object:
         """Start the children of a new job, then run `function`."""
         self._end_earlier_job()
         return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -104,7 +105,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 class ProcessLauncher(_MultiProcessingLauncher):
     """Spawns or forks ranks; the main process gets back the weights of all experts."""
 
-    def _collect_rank_zero_results(self, trainer: L.Trainer, results: Any) -> Any:  # noqa: ANN401
+    def _collect_rank_zero_results(
+        self, trainer: L.Trainer, results: _WorkerOutput | None
+    ) -> _WorkerOutput | None:
         mesh = getattr(self._strategy, "mesh", None)
         if mesh is not None:
             gather_experts(trainer.lightning_module, mesh.ep)
@@ -180,10 +183,12 @@ def _drawn_values() -> list[str]:
         return []
     from omegaconf import OmegaConf  # noqa: PLC0415 - only a job of Hydra gets here, and that has it
 
-    return list(_resolved(job, OmegaConf.to_container(job, resolve=False), ""))
+    raw = OmegaConf.to_container(job, resolve=False)
+    assert isinstance(raw, dict)
+    return list(_resolved(job, raw, ""))
 
 
-def _resolved(node: Any, raw: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - a container, and its text
+def _resolved(node: Mapping[Any, Any], raw: Mapping[Any, Any], path: str) -> Iterator[str]:
     for key, text in raw.items():
         if isinstance(text, dict):
             yield from _resolved(node[key], text, f"{path}{key}.")

@@ -16,7 +16,7 @@ _ADVICE = "or set model.moe.fp8.fp8_only=false (fp8_only=False of MoEPrecision, 
 
 
 class ReleasedWeights(FolderCheckpoints):
-    """Mixed into the strategy, which owns the attribute below.
+    """Weights in eight bits only, for the strategy that owns the attribute below.
 
     Weights are dropped when all that loads them is done, right before the first batch, and come back when fit ends.
     In between, checkpoints get them from the masters.
@@ -74,8 +74,7 @@ class ReleasedWeights(FolderCheckpoints):
         """Local weights by name; released ones come from their masters, to the CPU, and then all ranks must call it."""
         sharded = self.sharded
         if sharded is None or not sharded.released:
-            state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
-            return state
+            return super().lightning_module_state_dict()
         assert self.lightning_module is not None
         names = sharded.layout.name_of()
         state = self.lightning_module.state_dict(keep_vars=True)
@@ -101,7 +100,7 @@ class ReleasedWeights(FolderCheckpoints):
         sharded = self.sharded
         if sharded is not None and (self.failing is None or sharded.layout.mesh.ep_dp.size == 1):
             sharded.restore()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
 
 def refuse_released(module: nn.Module) -> None:

@@ -1,0 +1,94 @@
+"""The strategy's options: which of them go together, and the dispatcher that they ask for."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from lightning_moe.config import MoEConfig
+from lightning_moe.config.checks import (
+    AT_LEAST_ONE,
+    POSITIVE,
+    check_choices,
+    check_floats,
+    check_ints,
+    given,
+)
+from lightning_moe.nn import Dispatcher, LocalDispatcher
+from lightning_moe.ops.capacity import Overflow
+from lightning_moe.parallel.collectives import AxisGroup
+from lightning_moe.parallel.dispatch import AllToAllDispatcher
+from lightning_moe.parallel.static_dispatch import StaticDispatcher
+
+DispatcherName = Literal["all_to_all", "static"]
+
+# What `DDPStrategy` takes and this strategy serves as well.
+_LIGHTNING_OPTIONS: Final = frozenset(
+    {
+        "accelerator",
+        "parallel_devices",
+        "cluster_environment",
+        "checkpoint_io",
+        "precision_plugin",
+        "process_group_backend",
+    }
+)
+
+
+def refuse_unknown(lightning_options: dict[str, Any]) -> None:
+    """Refuse what would be handed to `DDPStrategy` and have no effect.
+
+    Raises:
+        TypeError: if there is such an option.
+    """
+    if unknown := sorted(set(lightning_options) - _LIGHTNING_OPTIONS):
+        raise TypeError(
+            f"ExpertParallelStrategy has no option {unknown[0]!r}; DDP's own options have no effect here, since the "
+            "module isn't wrapped in DistributedDataParallel"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchOptions:
+    """How tokens get to their experts; the attributes are arguments of `ExpertParallelStrategy`.
+
+    Raises:
+        ValueError: for a value that can't work, and for one that the chosen dispatcher doesn't read.
+    """
+
+    dispatcher: DispatcherName
+    capacity_factor: float
+    overflow: Overflow
+    receive_limit: int | None
+
+    def __post_init__(self) -> None:
+        """Check every option, then that the dispatcher reads it."""
+        check_choices("strategy", get_args(DispatcherName), dispatcher=self.dispatcher)
+        check_choices("strategy", get_args(Overflow), overflow=self.overflow)
+        check_floats("strategy", POSITIVE, capacity_factor=self.capacity_factor)
+        check_ints("strategy", AT_LEAST_ONE, **given(receive_limit=self.receive_limit))
+        if self.dispatcher == "static" and self.receive_limit is not None:
+            raise ValueError(
+                f"strategy.receive_limit={self.receive_limit} has no effect with strategy.dispatcher=static, whose "
+                "capacity_factor is the limit; unset it"
+            )
+        if self.dispatcher != "static" and (self.capacity_factor, self.overflow) != (
+            1.25,
+            "position",
+        ):
+            raise ValueError(
+                f"strategy.capacity_factor={self.capacity_factor} and strategy.overflow={self.overflow} have no "
+                "effect with strategy.dispatcher=all_to_all, which drops nothing; unset them or choose static"
+            )
+
+    def build(self, group: AxisGroup, layer: MoEConfig) -> Dispatcher:
+        """A dispatcher for one layer, whose experts the ranks of `group` share out."""
+        if self.dispatcher == "static":
+            return StaticDispatcher(
+                group,
+                num_experts=layer.num_experts,
+                top_k=layer.router.top_k,
+                capacity_factor=self.capacity_factor,
+                overflow=self.overflow,
+            )
+        if group.size == 1:
+            return LocalDispatcher()
+        return AllToAllDispatcher(group, receive_limit=self.receive_limit)
