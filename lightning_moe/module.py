@@ -12,6 +12,7 @@ from typing import IO, Any
 import lightning as L
 import torch
 from jaxtyping import Float, Int
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
@@ -84,8 +85,8 @@ class MoEModule(L.LightningModule):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[Any],
-        *args: Any,  # noqa: ANN401 - Lightning's own
-        **kwargs: Any,  # noqa: ANN401
+        *args: Any,
+        **kwargs: Any,
     ) -> "MoEModule":
         """As Lightning's, also from a folder that several ranks have written; the module has all experts."""
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
@@ -212,12 +213,12 @@ class MoEModule(L.LightningModule):
         self,
         epoch: int,
         batch_idx: int,
-        optimizer: Any,  # noqa: ANN401 - Lightning's signature
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Divide the gradients by the step's tokens right after the last backward, before callbacks and clipping."""
 
-        def closure() -> Any:  # noqa: ANN401 - whatever Lightning's closure returns
+        def closure() -> object:
             result = optimizer_closure() if optimizer_closure is not None else None
             close_window(self)
             return result
@@ -241,7 +242,7 @@ class MoEModule(L.LightningModule):
         self.log_dict({**means, "train/lr": optimizer.param_groups[0]["lr"]})
         self._step_started = now
 
-    def on_train_batch_end(self, outputs: Any, batch: TokenBatch, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: object, batch: TokenBatch, batch_idx: int) -> None:
         """Refuse an optimizer step that nothing closed; the next `training_step` asks again."""
         refuse_unclosed(self)
         if self._compiling_since is not None:

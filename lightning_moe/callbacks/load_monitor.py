@@ -115,7 +115,8 @@ class ExpertLoadMonitor(L.Callback):
         """Listen to the layers' records; go on with the history of a resumed run."""
         self._watch = GerrymanderingAlarm(len(self._layers))
         # The Trainer's logger connector gives it that attribute; 0 turns the loggers off.
-        self._every = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        self._log_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._every = self.every_n_steps or self._log_every or 50
         # Counted down: several optimizers move global_step several times per step.
         self._steps_left = self._every - trainer.global_step % self._every
         self._requested: Sequence[Tensor] = ()
@@ -215,7 +216,7 @@ class ExpertLoadMonitor(L.Callback):
         logged = {f"train/{key}": value for key, value in by_key.items()}
         pl_module.log_dict(logged, logger=False)
         # Through the module they would be repeated at every later step that is logged.
-        if trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if self._log_every:
             numbers = {key: float(value) for key, value in logged.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

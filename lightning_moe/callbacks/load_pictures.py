@@ -96,7 +96,7 @@ def _picture(
 ) -> "Figure":
     """Rows are MoE layers."""
     # matplotlib takes half a second to import, and is needed once, at the end.
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, needed once
 
     height, width = image.shape
     figure = Figure(

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if words[0] == "--version":
-        from lightning_moe import __version__  # noqa: PLC0415 - the package imports nothing slow
+        from lightning_moe import __version__
 
         print(f"lightning-moe {__version__}")
         return 0

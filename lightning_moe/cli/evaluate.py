@@ -16,6 +16,6 @@ def run(arguments: Sequence[str]) -> int:
 def _evaluate(config: DictConfig) -> float:
     wait_without_spinning()
     # torch and Lightning take seconds to import; help, typos and tab completion need none of it.
-    from lightning_moe.cli.evaluation import evaluate  # noqa: PLC0415
+    from lightning_moe.cli.evaluation import evaluate
 
     return evaluate(config)

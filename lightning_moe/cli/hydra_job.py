@@ -78,7 +78,8 @@ def _leave_ranks() -> None:
     """Leave the process group that Lightning's ddp keeps until the process ends: the next job has other ranks."""
     if "torch" not in sys.modules or threading.current_thread() is not threading.main_thread():
         return
-    from lightning.fabric.utilities.distributed import (  # noqa: PLC0415 - imported already if there is a group
+    # Imported already if there is a group.
+    from lightning.fabric.utilities.distributed import (
         _destroy_dist_connection,
     )
 

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _prepare(options: argparse.Namespace) -> None:
     # It brings torch along, which `--help` should not wait for.
-    from lightning_moe.data import prepare_tokens, progress_bar  # noqa: PLC0415
+    from lightning_moe.data import prepare_tokens, progress_bar
 
     with progress_bar("documents") as progress:
         sidecar = prepare_tokens(

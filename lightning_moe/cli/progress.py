@@ -1,7 +1,6 @@
 """A progress bar that fits into a line and counts optimizer steps."""
 
 import math
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
@@ -10,6 +9,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import (
     CustomTimeColumn,
     RichProgressBarTheme,
 )
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.progress import BarColumn, ProgressColumn, TextColumn
 
 _SHORT = {
@@ -78,8 +78,8 @@ class ProgressBar(RichProgressBar):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,  # noqa: ANN401 - Lightning's signature
-        batch: Any,  # noqa: ANN401
+        outputs: STEP_OUTPUT,
+        batch: object,
         batch_idx: int,
     ) -> None:
         """Lightning's bar shows one more than the last argument."""

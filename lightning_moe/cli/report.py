@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(folder: Path, output: Path | None) -> None:
     # Not needed for `--help`.
-    from lightning_moe import report  # noqa: PLC0415
-    from lightning_moe.cli.sweep_plan import planned_jobs  # noqa: PLC0415
+    from lightning_moe import report
+    from lightning_moe.cli.sweep_plan import planned_jobs
 
     path = output or folder / "report.html"
     if not report.is_sweep(folder):

@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     try:
         # They bring torch along, which `--help` should not wait for.
-        from lightning_moe.report.routes_diff import compare, read_trace  # noqa: PLC0415
+        from lightning_moe.report.routes_diff import compare, read_trace
 
         traces = read_trace(options.first), read_trace(options.second)
         difference = compare(*traces, tie=options.tie)
@@ -61,7 +61,7 @@ def _margin(text: str) -> float:
 
 
 def _print(difference: "RoutesDiff") -> None:
-    from rich.console import Console  # noqa: PLC0415 - see `run`
+    from rich.console import Console
 
     console = Console(highlight=False)
     console.print(_table(difference))
@@ -76,7 +76,7 @@ def _print(difference: "RoutesDiff") -> None:
 
 
 def _table(difference: "RoutesDiff") -> object:
-    from rich.table import Table  # noqa: PLC0415 - see `run`
+    from rich.table import Table
 
     table = Table(title="tokens that took other routes", title_justify="left")
     for name in ("layer", "tokens", "other experts", "near-ties", "other order", "largest margin"):

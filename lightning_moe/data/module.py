@@ -31,7 +31,7 @@ class TokenDataModule(L.LightningDataModule):
         self.config = DataConfig() if config is None else config
 
     @classmethod
-    def from_text(cls, *paths: str | Path, **options: Any) -> "TokenDataModule":  # noqa: ANN401 - any field
+    def from_text(cls, *paths: str | Path, **options: Any) -> "TokenDataModule":
         """Read text files or globs, byte by byte.
 
         Args:
@@ -49,7 +49,7 @@ class TokenDataModule(L.LightningDataModule):
         return cls(config)
 
     @classmethod
-    def from_tokens(cls, *paths: str | Path, **options: Any) -> "TokenDataModule":  # noqa: ANN401 - any field
+    def from_tokens(cls, *paths: str | Path, **options: Any) -> "TokenDataModule":
         """Read token files (.npy, .bin) or globs of them.
 
         Args:

@@ -59,7 +59,7 @@ class ExpertLoad(LayerSums):
         num_experts: int | Sequence[int],
         *,
         num_ranks: int = 1,
-        **options: Any,  # noqa: ANN401 - torchmetrics' own
+        **options: Any,
     ) -> None:
         super().__init__(num_experts, **options)
         if type(num_ranks) is not int:
@@ -133,7 +133,7 @@ class BatchMaxVio(LayerSums):
     def __init__(
         self,
         num_experts: int | Sequence[int],
-        **options: Any,  # noqa: ANN401 - torchmetrics' own
+        **options: Any,
     ) -> None:
         super().__init__(num_experts, **options)
         num_layers = len(self.num_experts)

@@ -27,7 +27,7 @@ class LayerSums(Metric):
     def __init__(
         self,
         num_experts: int | Sequence[int],
-        **options: Any,  # noqa: ANN401 - torchmetrics' own, which checks them
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         sizes = num_experts if isinstance(num_experts, Sequence) else (num_experts,)

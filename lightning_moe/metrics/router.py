@@ -39,7 +39,7 @@ class RouterBalance(LayerSums):
     def __init__(
         self,
         num_experts: int | Sequence[int],
-        **options: Any,  # noqa: ANN401 - torchmetrics' own
+        **options: Any,
     ) -> None:
         super().__init__(num_experts, **options)
         self._add_sum("requested", sum(self.num_experts), torch.int64)
@@ -87,7 +87,7 @@ class RouterConfidence(LayerSums):
     def __init__(
         self,
         num_experts: int | Sequence[int],
-        **options: Any,  # noqa: ANN401 - torchmetrics' own
+        **options: Any,
     ) -> None:
         super().__init__(num_experts, **options)
         none = torch.zeros(len(self.num_experts), 4, dtype=torch.float64)

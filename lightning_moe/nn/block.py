@@ -95,7 +95,7 @@ class Block(nn.Module):
             y_BSD = self.feed_forward(inner_BSD)
         return x_BSD + self.feed_forward_out_norm(y_BSD), routing
 
-    def _half(self, part: Recompute, function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401
+    def _half(self, part: Recompute, function: Callable[..., T], *args: Any) -> T:
         """`function(self, *args)`, compiled if asked for, recomputed in backward if `part` is what is recomputed.
 
         Recomputation goes around what is compiled, never into it: there it works with every dispatcher.

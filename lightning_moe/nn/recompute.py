@@ -16,7 +16,7 @@ _routing_contexts = partial(
 )
 
 
-def recomputed(function: Callable[..., T], *args: Any) -> T:  # noqa: ANN401 - whatever `function` takes
+def recomputed(function: Callable[..., T], *args: Any) -> T:
     """`function(*args)`, whose activations are computed again in backward instead of being kept.
 
     Routing is pinned, random numbers repeat. Ranks that share experts dispatch a second time during backward: all

@@ -4,7 +4,8 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import lightning as L
 import torch
@@ -22,7 +23,7 @@ _TOLERANCE: Final = (
 )
 
 
-def assert_balance_invariant(module: L.LightningModule, batch: Any) -> str:  # noqa: ANN401 - the module's own batch
+def assert_balance_invariant(module: L.LightningModule, batch: object) -> str:
     """Check that splitting `batch` into micro-batches changes no balance loss that promises not to change.
 
     The batch stands for the tokens of one optimizer step. For each MoE layer its balance loss, the gradients of that
@@ -97,7 +98,7 @@ class _Balance:
         return max((a - b).abs().max().item() for a, b in pairs) / max(scale, 1e-30)
 
 
-def _check(module: L.LightningModule, layers: dict[str, MoE], batch: Any) -> int:  # noqa: ANN401
+def _check(module: L.LightningModule, layers: dict[str, MoE], batch: object) -> int:
     """The number of rows of the batch, if all is well."""
     if not layers or not isinstance(module, RoutesAhead):
         missing = "a method routing_step(batch, batch_idx)" if layers else "an MoE layer"
@@ -118,12 +119,12 @@ def _check(module: L.LightningModule, layers: dict[str, MoE], batch: Any) -> int
     return rows.pop()
 
 
-def _leaves(batch: Any) -> list[Tensor]:  # noqa: ANN401
+def _leaves(batch: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def _split(batch: Any, number: int) -> list[Any]:  # noqa: ANN401
-    def part(i: int) -> Any:  # noqa: ANN401
+def _split(batch: object, number: int) -> list[object]:
+    def part(i: int) -> object:
         return pytree.tree_map_only(
             Tensor, lambda leaf: leaf.tensor_split(number)[i] if leaf.dim() else leaf, batch
         )
@@ -134,7 +135,7 @@ def _split(batch: Any, number: int) -> list[Any]:  # noqa: ANN401
 def _step(
     module: L.LightningModule,
     layers: list[MoE],
-    parts: Sequence[Any],
+    parts: Sequence[object],
     *,
     previous: tuple[Tensor, ...] | None,
 ) -> list[_Balance]:
@@ -161,7 +162,7 @@ def _step(
             records,
             window,
             all_reduce_sum=lambda tensor: tensor,
-            counts_ahead=lambda first=i + 1: counts_from(first),  # type: ignore[misc]
+            counts_ahead=partial(counts_from, i + 1),
         )
         window.record(records)
         for j, (layer, record, counts_E) in enumerate(zip(layers, records, counts, strict=True)):

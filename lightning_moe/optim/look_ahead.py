@@ -47,7 +47,7 @@ class LookAhead:
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Any:  # noqa: ANN401 - whatever the loader yields
+    def __next__(self) -> object:
         return self._waiting.popleft()[0] if self._waiting else next(self._iterator)
 
 
@@ -94,7 +94,7 @@ def _peek(fetcher: _DataFetcher, number: int) -> list[Any]:
     return fetched + fetcher.iterator.peek(number - len(fetched))
 
 
-def _on_device(module: L.LightningModule, batch: Any) -> Any:  # noqa: ANN401 - whatever the loader yields
+def _on_device(module: L.LightningModule, batch: object) -> object:
     """What the Trainer does with a batch before `training_step`."""
     trainer = module.trainer
     batch = trainer.precision_plugin.convert_input(batch)
