@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operators import Watch
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(Watch):
     """Follows every memory block that an operator makes meanwhile, until its last tensor is gone.
 
     What a kernel takes and gives back inside one operator isn't seen.
@@ -25,21 +26,13 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operator and follow what is new in its results."""
-        kwargs = kwargs or {}
+    def saw(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         given = {block._cdata for block in _blocks(pytree.tree_leaves((args, kwargs)))}
-        result = func(*args, **kwargs)
         for block in _blocks(pytree.tree_leaves(result)):
             if block._cdata not in given and block._cdata not in self._known:
                 self._follow(block)
-        return result
 
     def _follow(self, block: torch.UntypedStorage) -> None:
         key, size = block._cdata, block.nbytes()
@@ -53,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(block, gone)
 
 
-class TouchedBytes(TorchDispatchMode):
+class TouchedBytes(Watch):
     """Follows the blocks of `tensors` and all that an operator touches meanwhile, also those whose size changes.
 
     Attributes:
@@ -66,17 +59,10 @@ class TouchedBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._weigh(tensors)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operator and weigh what is there."""
-        result = func(*args, **(kwargs or {}))
+    def saw(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         self._weigh(pytree.tree_leaves((args, kwargs, result)))
-        return result
 
     def _weigh(self, values: Iterable[Any]) -> None:
         # A DTensor has no memory of its own; operators on its local tensor aren't seen.

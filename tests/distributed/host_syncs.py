@@ -5,10 +5,11 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operators import Watch
 
 
-class HostSyncs(TorchDispatchMode):
+class HostSyncs(Watch):
     """Notes by name what would sync on a GPU: reading a value, shapes that depend on data, copies from Python.
 
     Attributes:
@@ -31,23 +32,17 @@ class HostSyncs(TorchDispatchMode):
         self.found: list[str] = []
         self._restore: list[tuple[Any, str, Any]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
-        name = self._OPS.get(func)
+    def saw(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        name = self._OPS.get(operator)
         # With the size of its output given, repeat_interleave needs no look at the counts.
         if name is not None and kwargs.get("output_size") is None:
             self.found.append(name)
-        elif func is torch.ops.aten.index.Tensor and any(
+        elif operator is torch.ops.aten.index.Tensor and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         ):
             self.found.append("boolean index")
-        return func(*args, **kwargs)
 
     def __enter__(self) -> "HostSyncs":
         # These never reach the dispatcher: on a CPU they read or write memory right away.
@@ -56,7 +51,7 @@ class HostSyncs(TorchDispatchMode):
         self._watch(torch.Tensor, "cpu", "cpu")
         self._watch(torch, "tensor", "copy from the host")
         self._watch(torch, "as_tensor", "copy from the host")
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(
         self,
@@ -69,10 +64,10 @@ class HostSyncs(TorchDispatchMode):
             setattr(owner, attribute, original)
         self._restore.clear()
 
-    def _watch(self, owner: Any, attribute: str, name: str) -> None:  # noqa: ANN401
+    def _watch(self, owner: Any, attribute: str, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, attribute)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def noted(*args: Any, **kwargs: Any) -> Any:
             self.found.append(name)
             return original(*args, **kwargs)
 

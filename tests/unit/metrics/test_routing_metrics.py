@@ -22,27 +22,14 @@ from lightning_moe.metrics import (
 )
 from lightning_moe.metrics.layer_sums import LayerSums
 from lightning_moe.nn import MoE
-from lightning_moe.ops import Routing, TokenRoutes, balance_loss
+from lightning_moe.ops import Routing, balance_loss
 from tests.ranks import run_ranks
+from tests.records import routing_record, token_routes
 from tests.unit.nn.randomized import randomized
 
 # Two layers of unlike size.
 SIZES = (4, 3)
 CLASSES = [ExpertLoad, BatchMaxVio, RouterBalance, RouterConfidence]
-
-
-def _record(
-    counts: list[int], *, kept: list[int] | None = None, lost: int | None = None, top_k: int = 1
-) -> Routing:
-    requested_E = torch.tensor(counts)
-    return Routing(
-        requested_E=requested_E,
-        kept_E=requested_E if kept is None else torch.tensor(kept),
-        score_sums_E=requested_E.double(),
-        logz_squared=torch.tensor(0.0),
-        num_tokens=requested_E.sum() // top_k,
-        lost_tokens=None if lost is None else torch.tensor(lost),
-    )
 
 
 def _batches(num_batches: int = 4) -> list[list[Routing]]:
@@ -74,8 +61,8 @@ def _assert_close(ours: dict[str, list[float]], expected: dict[str, list[float]]
 
 def test_load_of_summed_counts_by_hand() -> None:
     metric = ExpertLoad((4, 2), num_ranks=2)
-    metric.update([_record([4, 0, 0, 0]), _record([1, 3])])
-    metric.update([_record([0, 0, 8, 0]), _record([3, 1])])
+    metric.update([routing_record([4, 0, 0, 0]), routing_record([1, 3])])
+    metric.update([routing_record([0, 0, 8, 0]), routing_record([3, 1])])
     values = _values(metric)
     # Sums 4 0 8 0 and 4 4: not the mean of 4 and 4, nor of 1.5 and 1.5.
     assert values["max_over_mean"] == pytest.approx([8 / 3, 1.0])
@@ -91,8 +78,8 @@ def test_load_of_summed_counts_by_hand() -> None:
 
 def test_drops_are_told_from_requests() -> None:
     metric = ExpertLoad(4, num_ranks=2)
-    metric.update(_record([8, 0, 4, 4], kept=[4, 0, 4, 4], lost=1, top_k=2))
-    metric.update(_record([0, 4, 0, 0], top_k=2))
+    metric.update(routing_record([8, 0, 4, 4], kept=[4, 0, 4, 4], lost=1, top_k=2))
+    metric.update(routing_record([0, 4, 0, 0], top_k=2))
     values = _values(metric)
     assert values["max_over_mean"] == 8 / 5
     assert values["kept_max_over_mean"] == 1.0
@@ -107,17 +94,17 @@ def test_batches_may_be_uneven_while_their_sum_is_even() -> None:
     for expert in range(4):
         counts = [0] * 4
         counts[expert] = 6
-        assert load(_record(counts))["max_over_mean"].item() == 4.0
-        batches.update(_record(counts))
+        assert load(routing_record(counts))["max_over_mean"].item() == 4.0
+        batches.update(routing_record(counts))
     assert load.compute()["max_over_mean"].item() == 1.0
     assert _values(batches) == {"mean": 3.0, "max": 3.0}
 
 
 def test_a_batch_without_tokens_is_no_batch() -> None:
     metric = BatchMaxVio(2)
-    metric.update(_record([0, 0]))
+    metric.update(routing_record([0, 0]))
     assert math.isnan(_values(metric)["mean"])
-    metric.update(_record([3, 1]))
+    metric.update(routing_record([3, 1]))
     assert _values(metric) == {"mean": 0.5, "max": 0.5}
 
 
@@ -142,35 +129,21 @@ def test_the_balance_loss_is_that_of_all_tokens_as_one_batch() -> None:
     assert values["inner_product"] == pytest.approx([loss - 1 for loss in losses], abs=1e-12)
 
 
-def _tokens(margins: list[float], entropies: list[float], valid: list[bool]) -> Routing:
-    routes = TokenRoutes(
-        ids_TK=torch.zeros(len(margins), 1, dtype=torch.int64),
-        weights_TK=torch.ones(len(margins), 1),
-        margin_T=torch.tensor(margins),
-        entropy_T=torch.tensor(entropies),
-        valid_T=torch.tensor(valid),
-    )
-    counts = torch.tensor([sum(valid), 0])
-    return Routing(
-        requested_E=counts,
-        kept_E=counts,
-        score_sums_E=counts.double(),
-        logz_squared=torch.tensor(0.0),
-        num_tokens=counts.sum(),
-        tokens=routes,
-    )
+def _traced(margins: list[float], entropies: list[float], valid: list[bool]) -> Routing:
+    routes = token_routes(margins, entropies, valid)
+    return routing_record([sum(valid), 0], tokens=routes)
 
 
 def test_confidence_is_a_mean_over_valid_tokens_and_finite_margins() -> None:
     metric = RouterConfidence(2)
-    metric.update(_tokens([0.5, math.inf, 9.0], [1.0, 0.0, 7.0], [True, True, False]))
-    metric.update(_tokens([0.25], [0.5], [True]))
+    metric.update(_traced([0.5, math.inf, 9.0], [1.0, 0.0, 7.0], [True, True, False]))
+    metric.update(_traced([0.25], [0.5], [True]))
     assert _values(metric) == {"margin": 0.375, "entropy": 0.5}
 
 
 def test_confidence_needs_a_router_that_traces() -> None:
     with pytest.raises(ValueError, match=r"set `moe.router.trace = True` on every MoE layer"):
-        RouterConfidence(2).update(_record([1, 1]))
+        RouterConfidence(2).update(routing_record([1, 1]))
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -237,7 +210,7 @@ def test_no_graph_is_kept_and_nothing_is_stored_in_a_state_dict(kind: type[Metri
 def test_metrics_of_what_was_never_seen_say_so() -> None:
     for kind, nan in ((RouterBalance, "balance_loss"), (RouterConfidence, "entropy")):
         metric = kind(2)
-        metric.update(_tokens([0.5], [1.0], [False]))
+        metric.update(_traced([0.5], [1.0], [False]))
         assert math.isnan(_values(metric)[nan])
 
 
@@ -292,13 +265,5 @@ def test_what_is_no_record_or_no_number_of_ranks_is_refused() -> None:
 def test_scores_that_are_not_finite_do_not_pass_for_even_ones() -> None:
     metric = RouterBalance(2)
     for scores in ([1.0, 2.0], [math.nan, 1.0]):
-        metric.update(
-            Routing(
-                requested_E=torch.tensor([1, 2]),
-                kept_E=torch.tensor([1, 2]),
-                score_sums_E=torch.tensor(scores),
-                logz_squared=torch.tensor(0.0),
-                num_tokens=torch.tensor(3),
-            )
-        )
+        metric.update(routing_record([1, 2], scores=scores))
     assert metric.compute()["balance_loss"].isnan()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe.config import (
@@ -21,6 +20,7 @@ from lightning_moe.nn import MoE, MoETransformer, Routing, balance_loss, z_loss
 from lightning_moe.nn.offload import HostCopy
 from lightning_moe.nn.recompute import recomputed
 from tests.memory import kept_bytes
+from tests.operators import Calls
 from tests.unit.nn.randomized import randomized
 
 ROUTERS = {
@@ -58,7 +58,7 @@ def _model(
     recompute: str = "none",
     *,
     zero_router: bool = False,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> MoETransformer:
     config = TransformerConfig(
         vocab_size=11,
@@ -122,25 +122,6 @@ def _assert_equal(
         assert torch.equal(ours, theirs)
 
 
-class _Calls(TorchDispatchMode):
-    """Counts how often an operator really runs."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.count = name, 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        """Run the operator, count it if it is ours."""
-        self.count += str(func).startswith(self.name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_only_what_is_asked_for_runs_twice_and_experts_are_chosen_once(
     way: str, generator: torch.Generator
@@ -148,9 +129,9 @@ def test_only_what_is_asked_for_runs_twice_and_experts_are_chosen_once(
     ids = torch.randint(11, (2, 5), generator=generator)
     routers, attentions = RUN_AGAIN[way]
     with (
-        _Calls("aten._softmax.default") as softmax,
-        _Calls("aten._scaled_dot_product_flash_attention_for_cpu.default") as attention,
-        _Calls("lightning_moe.top_experts") as choice,
+        Calls("aten._softmax.default") as softmax,
+        Calls("aten._scaled_dot_product_flash_attention_for_cpu.default") as attention,
+        Calls("lightning_moe.top_experts") as choice,
     ):
         _run(_model(ROUTERS["plain"], **WAYS[way]), ids)
     assert (softmax.count, attention.count, choice.count) == (2 + routers, 2 + attentions, 2)
@@ -183,7 +164,7 @@ def test_offloading_on_a_cpu_copies_nothing(generator: torch.Generator) -> None:
     copies = {}
     for offload in (False, True):
         model = _model(ROUTERS["plain"], offload_activations=offload)
-        with _Calls("aten.copy_") as copy:
+        with Calls("aten.copy_") as copy:
             _run(model, ids)
         copies[offload] = copy.count
     assert copies[True] == copies[False]
@@ -197,7 +178,7 @@ def test_only_training_with_gradients_recomputes(
     counts = {}
     for recompute in ("none", "block"):
         model = _model(ROUTERS["plain"], recompute).train(training)
-        with _Calls("aten._softmax.default") as softmax:
+        with Calls("aten._softmax.default") as softmax:
             _run(model, ids)
             with torch.no_grad():
                 model(ids)
@@ -209,7 +190,7 @@ def test_only_training_with_gradients_recomputes(
 
 def _softmaxes_of_two_forwards(ids: Tensor) -> int:
     model = _model(ROUTERS["plain"], "none")
-    with torch.no_grad(), _Calls("aten._softmax.default") as softmax:
+    with torch.no_grad(), Calls("aten._softmax.default") as softmax:
         model(ids)
         model(ids)
     return softmax.count

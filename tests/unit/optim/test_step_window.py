@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe import StepWindow
-from lightning_moe.ops.records import Routing
-
-
-def _record(*counts: int) -> Routing:
-    requested_E = torch.tensor(counts)
-    return Routing(
-        requested_E=requested_E,
-        kept_E=requested_E,
-        score_sums_E=requested_E.double(),
-        logz_squared=torch.tensor(0.0),
-        num_tokens=requested_E.sum(),
-    )
+from tests.records import routing_record
 
 
 def _close(
@@ -91,7 +80,9 @@ def test_statistics_add_up_over_micro_batches_and_ranks() -> None:
     for counts in ((1, 2), (3, 0)):
         sums = {"ce": torch.tensor(2.0), "z": torch.tensor(0.5)}
         tokens = torch.tensor(sum(counts))
-        window.add(torch.tensor(1.0), tokens, [_record(*counts), _record(7, 1, 1)], sums)
+        window.add(
+            torch.tensor(1.0), tokens, [routing_record(counts), routing_record([7, 1, 1])], sums
+        )
     statistics = _close(window, [], reduce=lambda tensor: 2 * tensor)
     assert statistics.num_tokens.item() == 12
     assert [counts.tolist() for counts in statistics.requested] == [[8, 4], [28, 4, 4]]
@@ -101,13 +92,13 @@ def test_statistics_add_up_over_micro_batches_and_ranks() -> None:
 
 def test_counts_beyond_single_precision_stay_exact() -> None:
     window = StepWindow()
-    window.record([_record(2**24 + 1, 1)])
+    window.record([routing_record([2**24 + 1, 1])])
     assert _close(window, []).requested[0].tolist() == [2**24 + 1, 1]
 
 
 def test_recording_alone_leaves_gradients_as_they_are() -> None:
     window = StepWindow(4)
-    window.record([_record(1, 2)])
+    window.record([routing_record([1, 2])])
     gradient = torch.tensor([1.0])
     assert _close(window, [gradient]).num_tokens.item() == 3
     assert gradient.item() == 1.0
@@ -116,7 +107,9 @@ def test_recording_alone_leaves_gradients_as_they_are() -> None:
 def test_steps_do_not_leak_into_each_other() -> None:
     window = StepWindow()
     for counts in ((5, 0), (1, 2)):
-        window.add(torch.tensor(1.0), torch.tensor(3), [_record(*counts)], {"a": torch.tensor(1.0)})
+        window.add(
+            torch.tensor(1.0), torch.tensor(3), [routing_record(counts)], {"a": torch.tensor(1.0)}
+        )
         statistics = _close(window, [])
     assert statistics.requested[0].tolist() == [1, 2]
     assert statistics.num_tokens.item() == 3
@@ -132,7 +125,7 @@ def test_no_graph_is_kept_alive() -> None:
 
 def test_a_reset_forgets_the_open_step() -> None:
     window = StepWindow()
-    window.add(torch.tensor(1.0), torch.tensor(3), [_record(1, 2)])
+    window.add(torch.tensor(1.0), torch.tensor(3), [routing_record([1, 2])])
     window.reset()
     assert not window.is_open
     assert _close(window, []) is None
@@ -140,13 +133,13 @@ def test_a_reset_forgets_the_open_step() -> None:
 
 def test_another_number_of_records_within_a_step_is_refused() -> None:
     window = StepWindow()
-    window.record([_record(1, 2)])
+    window.record([routing_record([1, 2])])
     with pytest.raises(ValueError, match="2 routing records after 1 in the same optimizer step"):
-        window.record([_record(1, 2), _record(1, 2)])
+        window.record([routing_record([1, 2]), routing_record([1, 2])])
 
 
 def test_the_same_records_are_not_counted_twice() -> None:
-    window, records = StepWindow(), [_record(1, 2)]
+    window, records = StepWindow(), [routing_record([1, 2])]
     window.record(records)
     with pytest.raises(ValueError, match="records came to the window twice in a row"):
         window.add(torch.tensor(1.0), torch.tensor(3), records)
@@ -165,7 +158,7 @@ def test_nominal_tokens_must_be_positive() -> None:
 def test_an_open_window_can_be_copied(clone: Callable[[StepWindow], StepWindow]) -> None:
     window = StepWindow(2)
     leaf = torch.tensor(2.0, requires_grad=True)
-    window.add(leaf * 2, torch.tensor(3), [_record(1, 2)], {"a": leaf * 3})
+    window.add(leaf * 2, torch.tensor(3), [routing_record([1, 2])], {"a": leaf * 3})
     statistics = _close(clone(window), [])
     assert statistics.num_tokens.item() == 3
     assert window.is_open
