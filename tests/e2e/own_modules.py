@@ -1,5 +1,7 @@
 """Users' own LightningModules around one MoE layer, as the documentation tells them to write it."""
 
+from collections.abc import Sequence
+
 import lightning as L
 import torch
 from torch import Tensor, nn
@@ -83,25 +85,35 @@ class Manual(Adding):
             optimizer.zero_grad()
 
 
-def _record(counts: list[int]) -> Routing:
-    requested_E = torch.tensor(counts)
-    return Routing(
-        requested_E=requested_E,
-        kept_E=requested_E,
-        score_sums_E=requested_E.float(),
-        logz_squared=torch.tensor(0.0),
-        num_tokens=requested_E.sum(),
-    )
-
-
 class Scripted(Recording):
-    """Records given counts, one entry per micro-batch."""
+    """Hands in given records, one per micro-batch."""
 
-    def __init__(self, counts: list[list[int]]) -> None:
-        super().__init__()
-        self.counts = counts
+    def __init__(self, records: Sequence[Routing], *, bias_gamma: float | None = GAMMA) -> None:
+        super().__init__(bias_gamma=bias_gamma)
+        self.records = records
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         loss = self.loss_sum(batch)[0]
-        self.window.record([_record(self.counts[batch_idx])])
+        self.window.record([self.records[batch_idx]])
         return loss * 1e-3
+
+
+class TwoOptimizers(Recording):
+    """Two optimizers that both step in every batch."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.moe, self.head)]
+
+
+class ScriptedTwoOptimizers(TwoOptimizers, Scripted):
+    """Both of them."""

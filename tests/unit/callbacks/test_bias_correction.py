@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_moe import TokenBatch
 from lightning_moe.callbacks import RouterBiasCorrection
-from tests.e2e.own_modules import Recording, Scripted
+from lightning_moe.nn import Routing
+from tests.e2e.own_modules import Recording, Scripted, ScriptedTwoOptimizers
 from tests.e2e.runs import (
     GAMMA,
     SgdModule,
@@ -23,6 +24,11 @@ from tests.e2e.runs import (
     tiny_config,
     train_by_hand,
 )
+from tests.records import routing_record
+
+
+def _records(counts: list[list[int]]) -> list[Routing]:
+    return [routing_record(of_batch) for of_batch in counts]
 
 
 def _bias_after(folder: Path, module: Recording, num_batches: int, **options: object) -> Tensor:
@@ -37,14 +43,14 @@ def _bias_after(folder: Path, module: Recording, num_batches: int, **options: ob
 def test_the_sum_of_the_step_decides_and_not_its_last_micro_batch(tmp_path: Path) -> None:
     # Sums 40, 24, 33, 31 around a mean of 32; the last micro-batch says the opposite.
     counts = [[14, 6, 9, 9], [12, 5, 9, 7], [10, 1, 14, 2], [4, 12, 1, 13]]
-    bias_E = _bias_after(tmp_path, Scripted(counts), 4, accumulate_grad_batches=4)
+    bias_E = _bias_after(tmp_path, Scripted(_records(counts)), 4, accumulate_grad_batches=4)
     expected_E = torch.tensor([-GAMMA, GAMMA, -GAMMA, GAMMA])
     torch.testing.assert_close(bias_E, expected_E, rtol=0, atol=0)
 
 
 def test_an_even_step_of_uneven_micro_batches_moves_nothing(tmp_path: Path) -> None:
     counts = [[8, 0, 0, 0], [0, 8, 0, 0], [0, 0, 8, 0], [0, 0, 0, 8]]
-    bias_E = _bias_after(tmp_path, Scripted(counts), 4, accumulate_grad_batches=4)
+    bias_E = _bias_after(tmp_path, Scripted(_records(counts)), 4, accumulate_grad_batches=4)
     assert not bias_E.any()
 
 
@@ -52,7 +58,7 @@ def test_an_even_step_of_uneven_micro_batches_moves_nothing(tmp_path: Path) -> N
 def test_ten_steps_of_a_thousandth_lead_from_a_half_to_0_510(
     tmp_path: Path, precision: str
 ) -> None:
-    module = Scripted([[1, 9, 9, 9]] * 10)
+    module = Scripted(_records([[1, 9, 9, 9]] * 10))
     module.moe.router.score_bias[0] = 0.5
     bias_E = _bias_after(tmp_path, module, 10, precision=precision)
     expected_E = torch.tensor([0.510, -0.010, -0.010, -0.010])
@@ -71,30 +77,14 @@ class _Lbfgs(Scripted):
 
 
 def test_an_optimizer_that_evaluates_often_moves_the_bias_once_per_step(tmp_path: Path) -> None:
-    module = _Lbfgs([[1, 9, 9, 9]] * 2)
+    module = _Lbfgs(_records([[1, 9, 9, 9]] * 2))
     bias_E = _bias_after(tmp_path, module, 2)
     assert module.num_evaluations > 4
     torch.testing.assert_close(bias_E, GAMMA * torch.tensor([2.0, -2, -2, -2]), rtol=0, atol=0)
 
 
-class _TwoOptimizers(Scripted):
-    def __init__(self, counts: list[list[int]]) -> None:
-        super().__init__(counts)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        parts = (self.moe, self.head)
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-
-
 def test_two_optimizers_of_one_step_move_the_bias_once(tmp_path: Path) -> None:
-    bias_E = _bias_after(tmp_path, _TwoOptimizers([[1, 9, 9, 9]] * 3), 3)
+    bias_E = _bias_after(tmp_path, ScriptedTwoOptimizers(_records([[1, 9, 9, 9]] * 3)), 3)
     torch.testing.assert_close(bias_E, GAMMA * torch.tensor([3.0, -3, -3, -3]), rtol=0, atol=0)
 
 
@@ -162,7 +152,7 @@ class _InfiniteLoss(SgdModule):
 
 
 def test_fitting_twice_goes_on_with_the_bias(tmp_path: Path) -> None:
-    module = Scripted([[1, 9, 9, 9]] * 2)
+    module = Scripted(_records([[1, 9, 9, 9]] * 2))
     for expected in (2, 4):
         bias_E = _bias_after(tmp_path, module, 2)
         steps_E = torch.tensor([1.0, -1, -1, -1]) * expected

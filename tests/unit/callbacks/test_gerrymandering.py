@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe.callbacks import GerrymanderingAlarm, LayerHealth
+from lightning_moe.callbacks import ExpertLoadMonitor, GerrymanderingAlarm, LayerHealth
 from lightning_moe.callbacks.gerrymandering import warning
 from lightning_moe.ops.load import balance_inner_product, dead_share, load_max_over_mean
+from tests.e2e.own_modules import Scripted
+from tests.records import routing_record
+from tests.unit.callbacks.monitored import fit, resume
 
 MANY = 10**7
 
@@ -192,3 +196,40 @@ def test_descent_as_in_training_is_silent(generator: torch.Generator) -> None:
     entries = _descend(generator, sharpness=None)
     assert entries[-1].max_over_mean < 1.2
     assert _alarms(entries) == []
+
+
+# ---- in the load monitor ----------------------------------------------------------------------------------------
+
+# The busiest experts are those with least score.
+GERRYMANDERED = [
+    routing_record([5000, 5000, 0, 0], scores=[1000.0, 1000.0, 1500.0, 1500.0], top_k=2)
+] * 6
+
+
+def test_gerrymandering_warns_once_and_is_logged(tmp_path: Path) -> None:
+    monitor = ExpertLoadMonitor(every_n_steps=1, write_files=False)
+    module = Scripted(GERRYMANDERED, bias_gamma=None)
+    with pytest.warns(UserWarning, match="token gerrymandering at step 2: .*layer 0") as caught:
+        steps = fit(tmp_path, module, 6, callbacks=[monitor]).steps
+    assert sum("gerrymandering" in str(warning.message) for warning in caught) == 1
+    suspected = [step["train/gerrymandered_layers"] for step in steps]
+    assert suspected == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_selection_bias_without_a_loss_is_not_suspected(tmp_path: Path) -> None:
+    monitor = ExpertLoadMonitor(every_n_steps=1, write_files=False)
+    steps = fit(tmp_path, Scripted(GERRYMANDERED, bias_gamma=1e-3), 6, callbacks=[monitor]).steps
+    assert steps[-1]["train/gerrymandered_layers"] == 0.0
+
+
+def test_the_alarm_can_be_turned_off(tmp_path: Path) -> None:
+    monitor = ExpertLoadMonitor(every_n_steps=1, alarm=False, write_files=False)
+    steps = fit(tmp_path, Scripted(GERRYMANDERED, bias_gamma=None), 6, callbacks=[monitor]).steps
+    assert "train/gerrymandered_layers" not in steps[-1]
+
+
+def test_the_alarm_remembers_what_it_saw_before_a_resume(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="token gerrymandering at step 2"):
+        resume(tmp_path, Scripted(GERRYMANDERED, bias_gamma=None), None, 3)
+    # Another warning would be an error.
+    resume(tmp_path, Scripted(GERRYMANDERED, bias_gamma=None), tmp_path / "last.ckpt", 6)

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_moe import TokenBatch
 from lightning_moe.callbacks import RoutingTrace
 from lightning_moe.callbacks.route_files import RouteKey, read_routes
 from lightning_moe.report.routes_diff import compare, read_trace
-from tests.e2e.own_modules import OwnModule, Recording
+from tests.e2e.own_modules import OwnModule, Recording, TwoOptimizers
 from tests.e2e.runs import (
     History,
     make_batches,
@@ -141,24 +140,9 @@ def test_steps_before_a_resume_that_no_file_has_are_named(tmp_path: Path) -> Non
     assert [key.step for key in read_routes(tmp_path / FILE)] == [2]
 
 
-class _TwoOptimizers(Recording):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.moe, self.head)]
-
-
 def test_a_batch_in_which_two_optimizers_step_is_one_step(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, callbacks=[RoutingTrace([2, 3, 4])])
-    trainer.fit(_TwoOptimizers(), make_loader(BATCHES))
+    trainer.fit(TwoOptimizers(), make_loader(BATCHES))
     assert [key.step for key in read_routes(tmp_path / FILE)] == [2, 3, 4]
 
 
