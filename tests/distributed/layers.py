@@ -109,10 +109,10 @@ def connect(world: int, ep: int | None = None) -> tuple[ProcessMesh, OrderedLedg
     return mesh, ledger
 
 
-def spread(layer: MoE, mesh: ProcessMesh, dispatcher: str, **options: Any) -> MoE:  # noqa: ANN401
+def spread(layer: MoE, mesh: ProcessMesh, dispatcher: str, **options: Any) -> MoE:
     """The same layer with this rank's experts only; `static` has room for everything unless told otherwise."""
 
-    def make(owner: MoE) -> Any:  # noqa: ANN401
+    def make(owner: MoE) -> Any:
         if dispatcher == "all_to_all":
             return AllToAllDispatcher(mesh.ep, **options)
         top_k, num_experts = owner.config.router.top_k, owner.config.num_experts
@@ -129,8 +129,8 @@ def run(layer: MoE, x: Tensor, *, recompute: bool = False) -> tuple[Tensor, Any]
     """Output and record."""
     forward: Callable[..., Any] = layer
     if recompute:
-        return checkpoint(forward, x, use_reentrant=False)  # type: ignore[no-any-return]
-    return forward(x)  # type: ignore[no-any-return]
+        return checkpoint(forward, x, use_reentrant=False)
+    return forward(x)
 
 
 def objective(parts: Sequence[tuple[Tensor, Tensor, Any]]) -> Tensor:

@@ -30,19 +30,25 @@ VOCAB_SIZE = 32
 ROWS = 8  # per step, over all ranks
 
 
-def join_lightning(rank: int, world: int) -> None:
+def torchrun_variables(rank: int, world: int) -> dict[str, str]:
     """What torchrun tells its processes, so that Lightning starts none of its own."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # the group of these ranks exists already, or never will
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
+def join_lightning(rank: int, world: int) -> None:
+    """Make this rank look like a process of torchrun, and Lightning quiet."""
     if world > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",  # the group of these ranks exists already
-            "TORCHELASTIC_RUN_ID": "tests",
-        }
+        os.environ |= torchrun_variables(rank, world)
+    # Lightning's advice to users would bury what a failing rank says.
     warnings.filterwarnings("ignore")
     for name in list(logging.root.manager.loggerDict):
         if "lightning" in name:

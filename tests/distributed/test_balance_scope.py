@@ -35,7 +35,7 @@ def _tokens(rank: int) -> tuple[Tensor, Tensor]:
     return x, torch.arange(7) < 3 + rank
 
 
-def _loss(layers: list[MoE], x: Tensor, valid: Tensor, reduce: Any = None) -> Tensor:  # noqa: ANN401
+def _loss(layers: list[MoE], x: Tensor, valid: Tensor, reduce: Any = None) -> Tensor:
     records = [layer(x, valid)[1] for layer in layers]
     if reduce is None:
         return router_losses(layers, records).total

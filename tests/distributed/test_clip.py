@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from lightning_moe.parallel.clip import clip_, global_norm
 from tests.distributed.layers import connect
-from tests.distributed.test_equivalence import OPTIMIZERS, OwnModule
+from tests.distributed.own_module import OwnModule
 from tests.distributed.trainer_runs import (
+    OPTIMIZERS,
     Recorded,
     batches,
     config,
@@ -79,7 +80,7 @@ class Clipped(OwnModule):
 
     def configure_gradient_clipping(
         self,
-        optimizer: Any,  # noqa: ANN401
+        optimizer: Any,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
@@ -154,16 +155,16 @@ def test_clipping_by_value_equals_one_process() -> None:
 class Overflowing(Recorded):
     """In step 1, one expert of rank 1 gets an infinite gradient."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.before = [parameter.detach().clone() for parameter in self.parameters()]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # noqa: ANN401
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 1 and self.global_rank == 1:
             loss = loss + math.inf * self.moe_layers[1].experts.w_down[0, 0, 0]
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         same = [torch.equal(a, b) for a, b in zip(self.before, self.parameters(), strict=True)]
         assert all(same) if batch_idx == 1 else not all(same)

@@ -4,16 +4,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_moe.callbacks import RouterBiasCorrection
-from lightning_moe.config import MoEConfig, RouterConfig
-from lightning_moe.nn import MoE, balance_loss
-from lightning_moe.optim import StepWindow
+from tests.distributed.own_module import OwnModule
 from tests.distributed.trainer_runs import (
+    OPTIMIZERS,
     Recorded,
     batches,
     config,
@@ -25,10 +23,6 @@ from tests.ranks import run_ranks
 
 STEPS = 20
 CLIP = 0.05
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +68,7 @@ def _train(rank: int, world: int, run: Run, ep: int) -> tuple[list[float], list[
 @cache
 def _one_process(run: Run) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """A plain Trainer on a single device, with the whole batch at once."""
-    return run_ranks(_train, 1, run, 1, timeout_s=180)[0]  # type: ignore[no-any-return]
+    return run_ranks(_train, 1, run, 1, timeout_s=180)[0]
 
 
 def _assert_equal_to_one_process(
@@ -157,42 +151,6 @@ def test_float32_trains_alike_within_its_precision(ep: int) -> None:
     # Plain gradient descent: Adam would turn rounding noise of tiny gradients into steps of full size.
     run = Run(optimizer="sgd", precision="32-true")
     _assert_equal_to_one_process(2, ep, run, loss=1e-5, weight=1e-5)
-
-
-class OwnModule(L.LightningModule):
-    """A user's module: MoE layer inside, mean losses, no `MoEModule`; `window` feeds the bias correction."""
-
-    def __init__(self, *, with_moe: bool, with_window: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        router = RouterConfig(top_k=2, bias_gamma=1e-2, lb_loss_scope="sequence")
-        moe = MoEConfig(num_experts=4, hidden_size=64, router=router)
-        self.moe = MoE(16, moe) if with_moe else None
-        self.last = nn.Linear(16, 300)
-        self.read = nn.Linear(300, 3)
-        if with_window:
-            self.window = StepWindow()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.first(batch)
-        extra = x.new_zeros(())
-        if self.moe is not None:
-            y, routing = self.moe(x)
-            x = x + y
-            with torch.set_grad_enabled(self.moe.router.weight.requires_grad):
-                extra = 0.1 * balance_loss([routing], scope="sequence")
-            if hasattr(self, "window"):
-                self.window.record([routing])
-        loss = self.read(self.last(x).tanh()).square().mean() + extra
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        self.losses.append(self.trainer.callback_metrics["loss"].item())
-
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def _train_own(

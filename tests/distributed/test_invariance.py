@@ -66,7 +66,7 @@ class Stream(IterableDataset[TokenBatch]):
 class Logged(Recorded):
     """All that is logged, of every optimizer step."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             found = {name: value.item() for name, value in self.trainer.callback_metrics.items()}

@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_equivalence import OPTIMIZERS
-from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
+from tests.distributed.trainer_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
 from tests.ranks import run_ranks
 
 
 class Counted(Recorded):
     """The ledger of every batch but the first, which settles sizes."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.trainer.strategy.mesh.ledger.clear()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         ledger = self.trainer.strategy.mesh.ledger
         self.ledgers = [*getattr(self, "ledgers", []), (dict(ledger.calls), dict(ledger.bytes))]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_moe.callbacks import ExpertLoadMonitor, read_history
-from tests.distributed.test_equivalence import OPTIMIZERS
-from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
+from tests.distributed.trainer_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -18,10 +17,10 @@ STEPS = 5
 class _Messages(Recorded):
     """All-reduces of every step, from the ledger."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.trainer.strategy.mesh.ledger.clear()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         calls = self.trainer.strategy.mesh.ledger.calls["all_reduce", "dense"]
         self.messages = [*getattr(self, "messages", []), calls]
 
@@ -44,7 +43,7 @@ def _fit(
     return getattr(module, "messages", []), values
 
 
-def _history(tmp_path: Path, world: int, ep: int, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+def _history(tmp_path: Path, world: int, ep: int, **options: Any) -> dict[str, Any]:
     folder = tmp_path / f"{world}-{ep}"
     results = run_ranks(_fit, world, ep, str(folder), options, timeout_s=120)
     return {"results": results, **read_history(folder / "routing_history.npz")}

@@ -34,7 +34,7 @@ class Manual(L.LightningModule):
     def loss(self, x: Tensor) -> Tensor:
         return self(x).square().mean()
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
+    def configure_optimizers(self) -> Any:
         halves = (
             [*self.first.parameters(), *self.back.parameters()],
             [

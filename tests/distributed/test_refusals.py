@@ -4,42 +4,16 @@ import math
 from datetime import timedelta
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe import ExpertParallelStrategy
-from tests.distributed.test_equivalence import OwnModule
+from tests.distributed.lightning_ranks import make_trainer, torchrun_variables
+from tests.distributed.own_module import OwnModule
 from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
 from tests.ranks import run_ranks
-
-
-def _trainer(
-    monkeypatch: pytest.MonkeyPatch,
-    world: int,
-    expert_parallel: Any,  # noqa: ANN401
-) -> L.Trainer:
-    size = str(world)
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=ExpertParallelStrategy(expert_parallel),
-        logger=False,
-        enable_checkpointing=False,
-    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -61,7 +35,9 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
 ) -> None:
     module = Recorded(config(num_experts=num_experts), torch.optim.AdamW)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    trainer = _trainer(monkeypatch, world, expert_parallel)
+    for name, value in torchrun_variables(0, world).items():
+        monkeypatch.setenv(name, value)
+    trainer = make_trainer(world, ExpertParallelStrategy(expert_parallel))
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, batches(0, 1, steps=1))
     assert not dist.is_initialized()
@@ -72,13 +48,19 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dispatcher": "x"}, "strategy.dispatcher='x' must be all_to_all or static"),
-        ({"dispatcher": "static", "overflow": "x"}, "strategy.overflow='x' must be position or"),
-        ({"dispatcher": "static", "capacity_factor": 0.0}, "capacity_factor=0.0 must be above 0"),
+        ({"dispatcher": "x"}, "strategy.dispatcher='x' must be one of all_to_all, static"),
+        (
+            {"dispatcher": "static", "overflow": "x"},
+            "strategy.overflow='x' must be one of position, weight",
+        ),
+        (
+            {"dispatcher": "static", "capacity_factor": 0.0},
+            "capacity_factor=0.0 must be finite and greater",
+        ),
         ({"capacity_factor": 2.0}, "have no effect with strategy.dispatcher=all_to_all"),
         ({"dispatcher": "static", "receive_limit": 9}, "receive_limit=9 has no effect"),
         ({"receive_limit": 0}, "strategy.receive_limit=0 must be at least 1"),
-        ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be above 0"),
+        ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be finite and greater than 0"),
         ({"timeout": 0}, "strategy.timeout=0 must be finite and greater than 0"),
         ({"timeout": -1.0}, "strategy.timeout=-1.0 must be finite and greater than 0"),
         ({"timeout": math.inf}, "strategy.timeout=inf must be finite"),
@@ -115,7 +97,7 @@ class WithOptimizer(OwnModule):
         # In no list of submodules: the module doesn't know its parameters.
         self.hidden = [nn.Linear(6, 6)]
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
+    def configure_optimizers(self) -> Any:
         if self.make == "foreign":
             return torch.optim.AdamW([*self.parameters(), *self.hidden[0].parameters()])
         if self.make == "Muon":

@@ -1,8 +1,5 @@
 """The Trainer inside of ranks that `run_ranks` has connected."""
 
-import logging
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +19,15 @@ from lightning_moe import (
     TokenBatch,
     TransformerConfig,
 )
+from tests.distributed.lightning_ranks import join_lightning, make_trainer
 
-QUIET = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric")
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+}
 
 
-def config(*, num_experts: int = 4, recompute: str = "none", **router: Any) -> Any:  # noqa: ANN401
+def config(*, num_experts: int = 4, recompute: str = "none", **router: Any) -> Any:
     """Two layers, 16 wide: attention weights stay whole, embeddings and experts are split over replicas."""
     defaults = {"top_k": 2, "normalize_expert_weights": 1.0, "lb_loss_weight": 0.1}
     defaults |= {"lb_loss_scope": "sequence", "z_loss_weight": 1e-2, "orth_loss_weight": 0.1}
@@ -54,16 +55,16 @@ class Recorded(MoEModule):
         losses, norms: one per optimizer step.
     """
 
-    def __init__(self, model: Any, optimizer: Callable[..., Any]) -> None:  # noqa: ANN401
+    def __init__(self, model: Any, optimizer: Callable[..., Any]) -> None:
         super().__init__(model)
         self.make_optimizer = optimizer
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
+    def configure_optimizers(self) -> Any:
         return self.make_optimizer(self.parameters())
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             metrics = self.trainer.callback_metrics
@@ -98,36 +99,18 @@ def fit(
     data: Sequence[Any] | IterableDataset[Any],
     *,
     strategy: L.pytorch.strategies.Strategy | str,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> L.Trainer:
     """Fit over batches that are this rank's already, or a stream of them; on one rank any strategy will do."""
-    warnings.filterwarnings("ignore")
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    if world > 1:
-        size = str(world)
-        # As torchrun has it, so that the Trainer starts no processes.
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size)
-        os.environ.update(LOCAL_WORLD_SIZE=size, GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **{"precision": "64-true", **options},
-    )
+    join_lightning(rank, world)
+    defaults = {"max_epochs": 1, "max_steps": -1, "gradient_clip_val": None}
+    trainer = make_trainer(world, strategy, **(defaults | options))
     dataset = data if isinstance(data, IterableDataset) else list(data)
     trainer.fit(module, DataLoader(dataset, batch_size=None))
     return trainer
 
 
-def whole_weights(module: nn.Module, strategy: Any) -> dict[str, Tensor]:  # noqa: ANN401
+def whole_weights(module: nn.Module, strategy: Any) -> dict[str, Tensor]:
     """All parameters and buffers with all experts, after a check that replicas are equal bit for bit."""
     mesh, found = getattr(strategy, "mesh", None), {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -144,6 +127,6 @@ def whole_weights(module: nn.Module, strategy: Any) -> dict[str, Tensor]:  # noq
     return found
 
 
-def parallel(ep: int | str = "auto", **options: Any) -> ExpertParallelStrategy:  # noqa: ANN401
+def parallel(ep: int | str = "auto", **options: Any) -> ExpertParallelStrategy:
     """The strategy, patient enough for a busy machine."""
-    return ExpertParallelStrategy(ep, timeout=120.0, **options)  # type: ignore[arg-type]
+    return ExpertParallelStrategy(ep, timeout=120.0, **options)
