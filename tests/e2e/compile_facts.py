@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def build(dtype: torch.dtype = torch.float32, **options: Any) -> MoETransformer:  # noqa: ANN401
+def build(dtype: torch.dtype = torch.float32, **options: Any) -> MoETransformer:
     """A dense layer and two MoE layers, one with a window."""
     torch.manual_seed(0)
     router = RouterConfig(top_k=2, z_loss_weight=0.1, score_correction_bias=True)
@@ -146,7 +145,7 @@ def _logged() -> list[str]:
     """What a Trainer says about compiling in two epochs."""
     lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     torch._dynamo.reset()
     module = MoEModule(replace(tiny_config(), compile="aot_eager"))
@@ -189,7 +188,6 @@ def _rank(rank: int, world: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
     print(
         json.dumps(
             {

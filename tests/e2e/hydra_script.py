@@ -2,7 +2,6 @@
 
 import json
 import random
-import warnings
 from pathlib import Path
 
 import hydra
@@ -30,7 +29,6 @@ class Drawn(Module):
 
 @hydra.main(version_base=None, config_path="hydra_conf", config_name="main")
 def main(options: DictConfig) -> None:
-    warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     folder = Path(HydraConfig.get().runtime.output_dir)
     trainer = make_trainer(2, ExpertParallelStrategy(2), max_steps=2, default_root_dir=folder)

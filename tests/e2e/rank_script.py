@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import lightning as L
@@ -51,7 +50,6 @@ class Fault(L.Callback):
 def main() -> None:
     folder, fault, *options = sys.argv[1:]
     keywords = dict(option.split("=", 1) for option in options)
-    warnings.filterwarnings("ignore")
     # A job in the background of a shell starts with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)

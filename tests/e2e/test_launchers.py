@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_moe import ExpertParallelStrategy
 from lightning_moe.strategy import register_strategies
 from tests.distributed.lightning_ranks import Plan, batches, make_module, make_trainer, run_plans
-from tests.e2e.test_rank_faults import run_script
+from tests.e2e.script_runs import run_script
 from tests.ranks import run_ranks
 
 
@@ -84,8 +84,7 @@ def test_slurm_starts_the_ranks(tmp_path: Path, expected: dict[str, torch.Tensor
 
 
 SPAWN = """
-import warnings, pickle, sys
-warnings.filterwarnings("ignore")
+import pickle, sys
 from tests.distributed.lightning_ranks import make_module, make_trainer
 from tests.e2e.spawned import SpawnData
 if __name__ == "__main__":
@@ -113,8 +112,6 @@ def test_spawned_ranks_give_all_experts_back(
 
 
 SPAWN_THAT_FAILS = """
-import warnings
-warnings.filterwarnings("ignore")
 from tests.distributed.lightning_ranks import make_module, make_trainer
 from tests.e2e.spawned import FailingSpawnData
 if __name__ == "__main__":

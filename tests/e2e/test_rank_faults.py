@@ -1,10 +1,5 @@
 """Two processes, one of which fails or is told to stop: how soon all end, what they say, what survives."""
 
-import os
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,50 +8,11 @@ import torch
 from lightning_moe.parallel.whole_checkpoint import read_whole
 from tests.distributed.lightning_ranks import Plan, run_plans
 from tests.e2e.rank_script import FAULT_STEP
+from tests.e2e.script_runs import Ended, run_script
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 # Ends of processes take seconds on a busy machine; a hang would take a minute and more.
 SOON_S = 25.0
-
-
-@dataclass
-class Ended:
-    """What a run left behind."""
-
-    code: int
-    seconds: float  # from the fault on
-    said: str
-    steps: list[str]
-    running: list[int]
-
-
-def run_script(
-    folder: Path, *words: str, launcher: tuple[str, ...] = (), **variables: str
-) -> Ended:
-    program = [*(launcher or (sys.executable,)), "-m", "tests.e2e.rank_script"]
-    done = subprocess.run(
-        [*program, str(folder), *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    fault = folder / "fault"
-    started = float(fault.read_text()) if fault.exists() else time.time()
-    return Ended(
-        code=done.returncode,
-        seconds=time.time() - started,
-        said=done.stderr,
-        steps=[path.read_text().split()[-1] for path in sorted(folder.glob("steps-*"))],
-        running=[
-            pid
-            for path in folder.glob("pid-*")
-            if Path(f"/proc/{(pid := int(path.read_text()))}").exists()
-        ],
-    )
 
 
 def _assert_over(ended: Ended, code: int) -> None:
