@@ -7,7 +7,6 @@ for a few steps, in turns, and a ratio compares the medians of neighbours in tim
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,48 +19,25 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_moe import (
-    AttentionConfig,
-    MoEConfig,
-    MoEModule,
-    RouterConfig,
-    TokenBatch,
-    TransformerConfig,
-)
+from lightning_moe import MoEModule, TokenBatch, TransformerConfig
 from lightning_moe.callbacks import ExpertLoadMonitor
 from lightning_moe.cli.memory import keep_freed_memory
 from lightning_moe.config import BalanceScope
 from tests.distributed.trainer_runs import fit, parallel
+from tests.peers.rounds import (
+    ENOUGH_ROUNDS,
+    describe_machine,
+    describe_rounds,
+    median_and_range,
+    take_turns,
+)
+from tests.peers.small_models import SIZES, VOCABULARY, Size
 from tests.ranks import run_ranks
 
 BASE: Final = "micro_batch"
 UNWATCHED: Final = "micro_batch, no ExpertLoadMonitor"
 SCOPES: Final = tuple(scope for scope in get_args(BalanceScope) if scope != BASE)
 VARIANTS: Final = (BASE, *SCOPES, UNWATCHED)
-ENOUGH_ROUNDS: Final = 7
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """A model, and the rows of a micro-batch on one rank."""
-
-    d_model: int
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    num_layers: int
-    rows: int
-    length: int
-
-
-SIZES: Final = {
-    "full": Size(
-        d_model=256, hidden_size=256, num_experts=32, top_k=4, num_layers=4, rows=4, length=256
-    ),
-    "small": Size(
-        d_model=32, hidden_size=16, num_experts=8, top_k=2, num_layers=2, rows=2, length=16
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +72,7 @@ class Timed(MoEModule):
         own = super().configure_callbacks()
         return [c for c in own if self.watched or not isinstance(c, ExpertLoadMonitor)]
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             self.ends.append(time.perf_counter())
@@ -111,14 +87,13 @@ def measure(rank: int, world: int, run: Run) -> dict[str, Measured]:
         RuntimeError: if two variants differ in their first cross-entropy, so that times would mean nothing.
     """
     _fit(rank, world, run, BASE)  # whatever happens once per process
-    milliseconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     found: dict[str, float] = {}
-    order = list(VARIANTS)
-    for _ in range(run.num_rounds):
-        for variant in order:
-            median, found[variant] = _fit(rank, world, run, variant)
-            milliseconds[variant].append(median)
-        order.reverse()
+
+    def milliseconds_of(variant: str) -> float:
+        median, found[variant] = _fit(rank, world, run, variant)
+        return median
+
+    milliseconds = take_turns(VARIANTS, milliseconds_of, num_rounds=run.num_rounds)
     if len(set(found.values())) > 1:
         raise RuntimeError(f"the variants differ in the cross-entropy of their first step: {found}")
     return {
@@ -136,13 +111,14 @@ def _on_rank(rank: int, world: int, run: Run) -> dict[str, Measured]:
 def _fit(rank: int, world: int, run: Run, variant: str) -> tuple[float, float]:
     """Median milliseconds per step, and the first step's cross-entropy."""
     torch.manual_seed(0)
-    scope: Any = BASE if variant == UNWATCHED else variant
-    module = Timed(_config(run.size, scope), watched=variant != UNWATCHED)
+    scope = BASE if variant == UNWATCHED else variant
+    config = run.size.config(lb_loss_weight=0.01, lb_loss_scope=scope, bias_gamma=1e-3)
+    module = Timed(config, watched=variant != UNWATCHED)
     generator = torch.Generator().manual_seed(rank)
     shape = (run.size.rows, run.size.length + 1)
     data = []
     for _ in range(run.num_steps * run.micro_batches):
-        ids = torch.randint(256, shape, generator=generator)
+        ids = torch.randint(VOCABULARY, shape, generator=generator)
         data.append(TokenBatch(ids_BS=ids[:, :-1].contiguous(), labels_BS=ids[:, 1:].contiguous()))
     gc.collect()
     if world > 1:
@@ -161,42 +137,23 @@ def _fit(rank: int, world: int, run: Run, variant: str) -> tuple[float, float]:
     return statistics.median(steps) * 1e3, module.cross_entropy
 
 
-def _config(size: Size, scope: BalanceScope) -> TransformerConfig:
-    router = RouterConfig(
-        top_k=size.top_k, lb_loss_weight=0.01, lb_loss_scope=scope, bias_gamma=1e-3
-    )
-    return TransformerConfig(
-        vocab_size=256,
-        d_model=size.d_model,
-        num_layers=size.num_layers,
-        attention=AttentionConfig(num_heads=4),
-        moe=MoEConfig(num_experts=size.num_experts, hidden_size=size.hidden_size, router=router),
-    )
-
-
 def table(measured: dict[str, Measured], run: Run, world: int) -> Table:
     """For people; a ratio above 1 says slower than `micro_batch`."""
     title = (
         f"Step time on {world} rank(s), {run.micro_batches} micro-batches of "
-        f"{run.size.rows * run.size.length:,} tokens per rank and step, float32, {run.num_rounds} interleaved rounds"
+        f"{run.size.rows * run.size.length:,} tokens per rank and step, float32, "
+        f"{describe_rounds(run.num_rounds)}"
     )
-    if run.num_rounds < ENOUGH_ROUNDS:
-        title += " (too few to quote)"
-    result = Table(
-        title=title,
-        caption=f"torch {torch.__version__}, {run.threads} thread(s) per rank, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}; first cross-entropy of all {measured[BASE].cross_entropy:.6f}",
-    )
+    entropy = f"first cross-entropy of all {measured[BASE].cross_entropy:.6f}"
+    result = Table(title=title, caption=f"{describe_machine(run.threads)}; {entropy}")
     for name in ("balance scope", f"time / {BASE}", "range", "ms"):
         result.add_column(name)
     for variant, own in measured.items():
-        pairs = zip(own.milliseconds, measured[BASE].milliseconds, strict=True)
-        ratios = [mine / base for mine, base in pairs]
+        ratio, lowest_and_highest = median_and_range(
+            own.milliseconds, measured[BASE].milliseconds, digits=3
+        )
         result.add_row(
-            variant,
-            f"{statistics.median(ratios):.3f}",
-            f"{min(ratios):.3f} - {max(ratios):.3f}",
-            f"{statistics.median(own.milliseconds):.1f}",
+            variant, ratio, lowest_and_highest, f"{statistics.median(own.milliseconds):.1f}"
         )
     return result
 

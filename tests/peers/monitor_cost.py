@@ -35,7 +35,7 @@ class Stopwatch:
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def call(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return function(*args, **kwargs)
@@ -75,7 +75,7 @@ def measure(num_steps: int, batch_size: int, length: int, every_n_steps: int) ->
     monitor = ExpertLoadMonitor(every_n_steps=every_n_steps)
     for name in CALLS:
         setattr(monitor, name, calls.timed(getattr(monitor, name)))
-    monitor.on_fit_end = end.timed(monitor.on_fit_end)  # type: ignore[method-assign]
+    monitor.on_fit_end = end.timed(monitor.on_fit_end)
     ids_BS = torch.randint(config.vocab_size, (batch_size, length + 1))
     batch = TokenBatch(ids_BS=ids_BS[:, :-1].contiguous(), labels_BS=ids_BS[:, 1:].contiguous())
     loader = DataLoader([batch] * num_steps, batch_size=None, collate_fn=lambda same: same)

@@ -5,11 +5,10 @@ the same loss; they take turns, and a ratio compares neighbours in time.
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -18,35 +17,24 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_moe.cli.memory import keep_freed_memory
-from lightning_moe.config import AttentionConfig, MoEConfig, RouterConfig, TransformerConfig
+from lightning_moe.config import Recompute
 from lightning_moe.nn import MoETransformer
 from tests.memory import LiveBytes, kept_bytes
+from tests.peers import small_models
+from tests.peers.rounds import (
+    ENOUGH_ROUNDS,
+    describe_machine,
+    describe_rounds,
+    median_and_range,
+    take_turns,
+)
+from tests.peers.small_models import VOCABULARY, Size
 
 WAYS: Final = ("none", "attention", "moe", "block")
-ENOUGH_ROUNDS: Final = 7
 MIB: Final = 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """A model and its batch."""
-
-    d_model: int
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    num_layers: int
-    batch: int
-    length: int
-
-
+# Twice as long as where only experts are compared: attention counts as well.
 SIZES: Final = {
-    "full": Size(
-        d_model=256, hidden_size=256, num_experts=32, top_k=4, num_layers=4, batch=4, length=512
-    ),
-    "small": Size(
-        d_model=32, hidden_size=16, num_experts=8, top_k=2, num_layers=2, batch=2, length=32
-    ),
+    name: replace(size, length=2 * size.length) for name, size in small_models.SIZES.items()
 }
 
 
@@ -74,19 +62,19 @@ def measure(size: Size, *, num_rounds: int) -> list[Row]:
     Raises:
         RuntimeError: if two ways differ in their loss, so that times would mean nothing.
     """
-    ids = torch.randint(256, (size.batch, size.length), generator=torch.Generator().manual_seed(0))
+    shape = (size.rows, size.length)
+    ids = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
     models = {way: _model(size, way) for way in WAYS}
     losses = {way: float(_step(model, ids)) for way, model in models.items()}
     if len(set(losses.values())) > 1:
         raise RuntimeError(f"the ways differ in their loss: {losses}")
-    milliseconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    order = list(WAYS)
-    for _ in range(num_rounds):
-        for way in order:
-            start = time.perf_counter()
-            _step(models[way], ids)
-            milliseconds[way].append((time.perf_counter() - start) * 1e3)
-        order.reverse()
+
+    def milliseconds_of(way: Recompute) -> float:
+        start = time.perf_counter()
+        _step(models[way], ids)
+        return (time.perf_counter() - start) * 1e3
+
+    milliseconds = take_turns(WAYS, milliseconds_of, num_rounds=num_rounds)
     return [
         Row(
             way=way,
@@ -99,20 +87,9 @@ def measure(size: Size, *, num_rounds: int) -> list[Row]:
     ]
 
 
-def _model(size: Size, way: str) -> MoETransformer:
+def _model(size: Size, way: Recompute) -> MoETransformer:
     torch.manual_seed(0)
-    router = RouterConfig(top_k=size.top_k)
-    moe = MoEConfig(num_experts=size.num_experts, hidden_size=size.hidden_size, router=router)
-    return MoETransformer(
-        TransformerConfig(
-            vocab_size=256,
-            d_model=size.d_model,
-            num_layers=size.num_layers,
-            attention=AttentionConfig(num_heads=4),
-            moe=moe,
-            recompute=way,  # type: ignore[arg-type]  # one of WAYS
-        )
-    )
+    return MoETransformer(size.config(recompute=way))
 
 
 def _step(model: MoETransformer, ids: Tensor) -> Tensor:
@@ -131,26 +108,20 @@ def _peak(model: MoETransformer, ids: Tensor) -> int:
 
 def table(rows: Sequence[Row]) -> Table:
     """The rows for people; a ratio above 1 says slower, or more, than without recomputation."""
-    num_rounds = len(rows[0].milliseconds)
-    title = f"Recomputation: forward + backward, float32, {num_rounds} interleaved rounds"
-    if num_rounds < ENOUGH_ROUNDS:
-        title += " (too few to quote)"
+    rounds = describe_rounds(len(rows[0].milliseconds))
     result = Table(
-        title=title,
-        caption=f"torch {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}",
+        title=f"Recomputation: forward + backward, float32, {rounds}",
+        caption=describe_machine(torch.get_num_threads()),
     )
     for name in ("recompute", "time / none", "range", "ms", "kept MiB", "peak MiB", "peak / none"):
         result.add_column(name)
     plain = rows[0]
     for row in rows:
-        ratios = [
-            own / other for own, other in zip(row.milliseconds, plain.milliseconds, strict=True)
-        ]
+        ratio, lowest_and_highest = median_and_range(row.milliseconds, plain.milliseconds)
         result.add_row(
             row.way,
-            f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f} - {max(ratios):.2f}",
+            ratio,
+            lowest_and_highest,
             f"{statistics.median(row.milliseconds):.1f}",
             f"{row.kept / MIB:.1f}",
             f"{row.peak / MIB:.1f}",

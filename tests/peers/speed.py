@@ -8,7 +8,6 @@ rounds.
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,18 +16,17 @@ from pathlib import Path
 from typing import Final, get_args
 
 import numpy as np
-import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 
 from tests.parity import hf
 from tests.peers.contestants import Shape, Work
+from tests.peers.rounds import ENOUGH_ROUNDS, describe_machine, describe_rounds, take_turns
 from tests.peers.worker import CLOCKS, Clock, Entry, Facts, Worker
 
 # Float32 sums in another order; a token that went to another expert would differ by far more.
 TOLERANCE: Final = 1e-4
-ENOUGH_ROUNDS: Final = 7
 ROUTING: Final = "learned router, random weights"
 TITLES: Final[dict[hf.Family, str]] = {"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE"}
 
@@ -117,7 +115,11 @@ def race(
             facts = {entry: worker.prepare(shape) for entry, worker in workers.items()}
             differences = [difference(pair, facts[pair.ours], facts[pair.other]) for pair in pairs]
             for work in get_args(Work):
-                seconds = _take_turns(workers, work, num_rounds)
+                seconds = take_turns(
+                    workers,
+                    lambda entry, work=work: workers[entry].seconds(work),
+                    num_rounds=num_rounds,
+                )
                 rows += [
                     _row(shape, work, pair, facts[pair.ours], seconds, apart)
                     for pair, apart in zip(pairs, differences, strict=True)
@@ -146,19 +148,6 @@ def difference(pair: Comparison, ours: Facts, other: Facts) -> float | None:
 
 def _relative(ours: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(ours - other).max() / np.abs(other).max())
-
-
-def _take_turns(
-    workers: dict[Entry, Worker], work: Work, num_rounds: int
-) -> dict[Entry, list[float]]:
-    """Seconds of every entry in every round; every other round goes backwards."""
-    seconds: dict[Entry, list[float]] = {entry: [] for entry in workers}
-    order = list(workers)
-    for _ in range(num_rounds):
-        for entry in order:
-            seconds[entry].append(workers[entry].seconds(work))
-        order.reverse()
-    return seconds
 
 
 def _row(
@@ -191,15 +180,9 @@ def _row(
 
 def table(rows: Sequence[Row], *, num_rounds: int, num_threads: int, clock: Clock) -> Table:
     """The rows for people; a ratio above 1 says that ours is faster."""
-    title = (
-        f"MoE layer, float32, {clock} time, {num_threads} threads, "
-        f"median and range of {num_rounds} interleaved rounds"
-    )
-    if num_rounds < ENOUGH_ROUNDS:
-        title += " (too few to quote)"
+    title = f"MoE layer, float32, {clock} time, median and range of {describe_rounds(num_rounds)}"
     caption = (
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; routing: {ROUTING}. "
+        f"{describe_machine(num_threads)}, transformers {transformers.__version__}; routing: {ROUTING}. "
         "defaults: ours keeps freed memory, theirs doesn't. Routing records included in ours."
     )
     result = Table(title=title, caption=caption)

@@ -15,6 +15,6 @@ def test_the_table_shows_less_kept_and_a_lower_peak_the_more_is_recomputed() -> 
     assert max(rows["moe"].peak, rows["attention"].peak) < rows["none"].peak
     console = Console(file=io.StringIO(), width=120)
     console.print(table(list(rows.values())))
-    printed = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    printed = console.file.getvalue()
     assert "too few to quote" in printed
     assert "1.00 - 1.00" in printed

@@ -70,7 +70,7 @@ class Worker:
         """Mean over a few times, after one that is not counted."""
         return self._ask(work)
 
-    def _ask(self, request: Shape | Work) -> Any:  # noqa: ANN401 - see the two callers
+    def _ask(self, request: Shape | Work) -> Any:
         self._connection.send(request)
         try:
             return self._connection.recv()
