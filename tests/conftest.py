@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Before anything imports a hub client: no test may reach the network.
@@ -12,6 +14,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+import jaxtyping
 import pytest
 import torch
 
@@ -54,3 +57,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def generator() -> torch.Generator:
     """Give a CPU generator that starts at the same place in every test."""
     return torch.Generator().manual_seed(0)
+
+
+@contextmanager
+def _without_shape_checker() -> Iterator[None]:
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def shape_checker_off() -> Iterator[None]:
+    """Let the code refuse wrong types itself: the shape checker would be first."""
+    with _without_shape_checker():
+        yield
+
+
+@pytest.fixture(scope="module")
+def shape_checker_off_in_module() -> Iterator[None]:
+    """The same for hypothesis, which allows neither the random numbers that it draws nor fixtures per test."""
+    with _without_shape_checker():
+        yield

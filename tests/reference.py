@@ -57,7 +57,7 @@ def sigmoid(x: Tensor) -> Tensor:
 def router(
     x: Tensor,
     weight: Tensor,
-    config: Any,  # noqa: ANN401
+    config: Any,
     *,
     bias: Tensor | None = None,
     score_bias: Tensor | None = None,
@@ -101,7 +101,7 @@ def choice_weights(
     logits: Tensor,
     scores: Tensor,
     chosen: list[int],
-    config: Any,  # noqa: ANN401
+    config: Any,
 ) -> Tensor:
     """Weights of the chosen experts of one token."""
     weights = torch.stack([scores[expert] for expert in chosen])
@@ -181,7 +181,7 @@ def mlp(token: Tensor, up_gate: Tensor, down: Tensor, activation: str) -> Tensor
     return down @ activate(up_gate @ token, activation)
 
 
-def expert(token: Tensor, weights: Mapping[str, Tensor], index: int, config: Any) -> Tensor:  # noqa: ANN401
+def expert(token: Tensor, weights: Mapping[str, Tensor], index: int, config: Any) -> Tensor:
     """Expert number `index` on one token."""
     packed = weights["experts.w_up_gate"][index] @ token
     if config.expert_bias:
@@ -196,7 +196,7 @@ def expert(token: Tensor, weights: Mapping[str, Tensor], index: int, config: Any
 def moe(
     x: Tensor,
     weights: Mapping[str, Tensor],
-    config: Any,  # noqa: ANN401
+    config: Any,
     *,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Routed]:
@@ -291,7 +291,7 @@ def attention(
 def attention_layer(
     x: Tensor,
     weights: Mapping[str, Tensor],
-    config: Any,  # noqa: ANN401
+    config: Any,
     *,
     norm_eps: float,
     documents: Sequence[int] | None,
@@ -331,7 +331,7 @@ def attention_layer(
 def transformer(
     ids: Tensor,
     weights: Mapping[str, Tensor],
-    config: Any,  # noqa: ANN401
+    config: Any,
     *,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, list[list[Routed]]]:
@@ -348,7 +348,7 @@ def transformer(
 def _sequence(
     ids: Tensor,
     weights: Mapping[str, Tensor],
-    config: Any,  # noqa: ANN401
+    config: Any,
     documents: Sequence[int] | None,
 ) -> tuple[Tensor, list[Routed]]:
     def normed(rows: Tensor, name: str, *, wanted: bool = True) -> Tensor:

@@ -87,7 +87,7 @@ class _Watcher(L.Callback):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,  # noqa: ANN401
+        outputs: Any,
         batch: object,
         batch_idx: int,
     ) -> None:
@@ -112,7 +112,7 @@ def _fit(
     *,
     steps: int = 3,
     load: Path | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Seen:
     """Steps of two micro-batches, clipped; validation before, in the middle and at the end."""
     module, seen = _module(*MODES[mode]), Seen()
@@ -136,7 +136,7 @@ def _fit(
     return seen
 
 
-def _differences(ours: Any, theirs: Any, at: str = "") -> list[str]:  # noqa: ANN401
+def _differences(ours: Any, theirs: Any, at: str = "") -> list[str]:
     """Where two nestings of tensors and plain values aren't equal bit for bit."""
     if isinstance(ours, Tensor):
         same = ours.dtype == theirs.dtype and torch.equal(ours, theirs)
@@ -265,7 +265,7 @@ class _Weigher(L.Callback):
         ]
 
 
-def _stores(experts: Any) -> list[Any]:  # noqa: ANN401
+def _stores(experts: Any) -> list[Any]:
     backend = experts.backend.settle(experts.sizes())
     return [backend.up_gate, backend.down]
 
@@ -410,18 +410,18 @@ def test_a_checkpoint_loaded_in_the_middle_of_a_fit_reaches_masters_and_codes(
 class _Manual(Module):
     """Steps by itself, after every second micro-batch."""
 
-    def __init__(self, *args: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(super().training_step(batch, batch_idx))
         if batch_idx % 2:
             self.optimizers().step()
             self.optimizers().zero_grad()
 
 
-def _variant(rank: int, world: int, manual: bool, **strategy: Any) -> list[str]:  # noqa: ANN401
+def _variant(rank: int, world: int, manual: bool, **strategy: Any) -> list[str]:
     join_lightning(rank, world)
     found = []
     for mode in ("kept", "only"):
@@ -446,7 +446,7 @@ def _static(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("world", "variant"), [(1, _manual), (2, _manual), (2, _static)])
-def test_manual_steps_and_static_dispatch_are_the_same_exactly(world: int, variant: Any) -> None:  # noqa: ANN401
+def test_manual_steps_and_static_dispatch_are_the_same_exactly(world: int, variant: Any) -> None:
     assert run_ranks(variant, world) == [[]] * world
 
 
@@ -459,7 +459,7 @@ def _frozen(rank: int, world: int) -> list[str]:
     before = [weight.detach().clone() for weight in weights]
 
     class Others(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:  # noqa: ANN401
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
             assert all(type(p) is ReleasedParameter for p in _weights(pl_module))
 
     trainer = make_trainer(
@@ -542,7 +542,7 @@ def test_a_module_of_your_own_is_told_at_its_first_step_that_its_strategy_keeps_
 
 
 class _Breaks(Module):
-    def on_train_batch_end(self, *args: Any) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         if self.trainer.global_step == 2:
             raise ZeroDivisionError("broken")
@@ -572,7 +572,7 @@ def _diverge(rank: int, world: int) -> str:
     join_lightning(rank, world)
 
     class Diverging(Module):
-        def on_train_batch_end(self, *args: Any) -> None:  # noqa: ANN401
+        def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
             masters = self.trainer.optimizers[0].param_groups[0]["params"]
             for (name, _), master in zip(self.named_parameters(), masters, strict=True):

@@ -16,7 +16,6 @@ from tests.distributed.trainer_runs import Recorded, batches, config, fit, paral
 from tests.ranks import run_ranks
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("num_experts", "world", "expert_parallel", "message"),
     [
@@ -38,8 +37,9 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
     for name, value in torchrun_variables(0, world).items():
         monkeypatch.setenv(name, value)
     trainer = make_trainer(world, ExpertParallelStrategy(expert_parallel))
+    data = batches(0, 1, steps=1)
     with pytest.raises(ValueError, match=message):
-        trainer.fit(module, batches(0, 1, steps=1))
+        trainer.fit(module, data, data)
     assert not dist.is_initialized()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name])
@@ -71,16 +71,12 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
         ({"expert_parallel": True}, "strategy.expert_parallel=True must be a positive integer"),
     ],
 )
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("shape_checker_off")
 def test_options_that_can_not_work_are_refused_on_construction(
     options: dict[str, Any], message: str
 ) -> None:
-    # As from the command line, where no type checker stands between.
-    checked = ExpertParallelStrategy.__init__
-    unchecked = getattr(checked, "__wrapped__", checked)
-    strategy = ExpertParallelStrategy.__new__(ExpertParallelStrategy)
     with pytest.raises(ValueError, match=message):
-        unchecked(strategy, **options)
+        ExpertParallelStrategy(**options)
 
 
 def test_options_of_ddp_that_would_do_nothing_are_refused() -> None:

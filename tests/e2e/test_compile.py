@@ -23,7 +23,7 @@ def facts() -> Facts:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_losses_records_and_gradients_of_compiled_blocks_are_the_same(facts: Facts) -> None:

@@ -37,7 +37,7 @@ BATCHES = make_batches([(8, 3), (5,), (7, 2), (2, 2)])
 ROWWISE = {"linears": "fp8_rowwise", "base": "32-true", "emulate": True}
 
 
-def _module(**options: Any) -> MoEModule:  # noqa: ANN401
+def _module(**options: Any) -> MoEModule:
     return make_module(replace(CONFIG, **options), MoEModule, OptimConfig(lr=0.03))
 
 
@@ -45,7 +45,7 @@ def _fit(
     folder: Path,
     module: L.LightningModule,
     ckpt_path: str | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> list[float]:
     history = History()
     trainer = make_trainer(folder, callbacks=[history], **options)
@@ -105,7 +105,7 @@ def test_recomputed_blocks_train_the_same_exactly(tmp_path: Path) -> None:
     assert recomputed == plain
 
 
-def _kinds(state: Any) -> Any:  # noqa: ANN401 - any nesting
+def _kinds(state: Any) -> Any:
     """The same nesting, with shape and type in the place of each tensor."""
     if isinstance(state, Tensor):
         return state.shape, state.dtype

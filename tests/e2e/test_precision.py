@@ -28,7 +28,7 @@ BATCHES = make_batches([(8, 3), (1, 5), (7, 2), (2, 2)])
 MXFP8 = {"experts": "mxfp8", "base": "32-true", "emulate": True}
 
 
-def _module(**moe: Any) -> MoEModule:  # noqa: ANN401
+def _module(**moe: Any) -> MoEModule:
     assert isinstance(CONFIG.moe, MoEConfig)
     config = replace(CONFIG, moe=replace(CONFIG.moe, **moe))
     return make_module(config, MoEModule, OptimConfig(lr=0.03))
@@ -38,7 +38,7 @@ def _fit(
     folder: Path,
     module: L.LightningModule,
     ckpt_path: str | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> list[float]:
     history = History()
     trainer = make_trainer(folder, callbacks=[history], **options)

@@ -31,7 +31,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.parametrize("scheme", BACKGROUND)
 def test_the_page_is_shown_without_errors_or_requests_in_both_colour_schemes(
-    browser: Any,  # noqa: ANN401 - playwright may be missing
+    browser: Any,  # playwright may be missing
     tmp_path: Path,
     scheme: str,
 ) -> None:
@@ -67,7 +67,7 @@ def test_the_page_is_shown_without_errors_or_requests_in_both_colour_schemes(
     page.close()
 
 
-def test_the_page_fits_on_a_phone(browser: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_the_page_fits_on_a_phone(browser: Any, tmp_path: Path) -> None:
     assert main(["report", str(make_run(tmp_path))]) == 0
     page = browser.new_page(viewport={"width": 390, "height": 800})
     page.goto((tmp_path / "report.html").as_uri())

@@ -39,7 +39,7 @@ _NAMES: Final = {
 }
 
 
-def load_golden(name: str) -> Any:  # noqa: ANN401 - plain containers of tensors and numbers
+def load_golden(name: str) -> Any:
     """The stored values; loading runs no code."""
     return torch.load(DATA / name, weights_only=True)
 

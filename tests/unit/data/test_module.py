@@ -152,7 +152,7 @@ def test_empty_files_are_counted_in_a_warning(
 ) -> None:
     pattern = write_texts(tmp_path, b"some", b"", b"words")
     with caplog.at_level(logging.WARNING):
-        TokenDataModule.from_text(pattern).num_train_tokens  # noqa: B018 - reads the files
+        _ = TokenDataModule.from_text(pattern).num_train_tokens  # reads the files
     assert "left out 1 empty text files" in caplog.text
 
 

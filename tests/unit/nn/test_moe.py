@@ -20,7 +20,7 @@ ROUTER = RouterConfig(top_k=2, score_correction_bias=True, z_loss_weight=0.1, lb
 EPS = 1e-6
 
 
-def _layer(generator: torch.Generator, *, router: RouterConfig = ROUTER, **options: Any) -> MoE:  # noqa: ANN401
+def _layer(generator: torch.Generator, *, router: RouterConfig = ROUTER, **options: Any) -> MoE:
     """Width 6, three hidden channels per expert, five experts unless `options` say otherwise."""
     config = MoEConfig(**{"num_experts": 5, "hidden_size": 3, "router": router, **options})
     return randomized(MoE(6, config, norm_eps=EPS), generator).double()
@@ -237,7 +237,7 @@ def test_low_precision_stays_close_to_float32(kind: str, generator: torch.Genera
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_of_a_layer_give_the_same_output_exactly(
-    copied: Any,  # noqa: ANN401
+    copied: Any,
     generator: torch.Generator,
 ) -> None:
     layer, x = _layer(generator, activation="gpt_oss_swiglu"), _tokens(generator, 4)

@@ -31,7 +31,7 @@ MOE = MoEConfig(
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 2]])
 
 
-def _config(**options: Any) -> TransformerConfig:  # noqa: ANN401
+def _config(**options: Any) -> TransformerConfig:
     sizes = {"vocab_size": 11, "d_model": 8, "num_layers": 2, "moe": MOE}
     attention = AttentionConfig(num_heads=2, rope_theta=50.0)
     return TransformerConfig(**{**sizes, "attention": attention, **options})
@@ -45,7 +45,7 @@ def _ids(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(11, shape or (2, 5), generator=generator)
 
 
-def _heads(**options: Any) -> AttentionConfig:  # noqa: ANN401
+def _heads(**options: Any) -> AttentionConfig:
     return AttentionConfig(**{"num_heads": 2, "rope_theta": 50.0, **options})
 
 

@@ -22,7 +22,8 @@ from lightning_moe import (
 from lightning_moe.nn import MoETransformer
 from lightning_moe.optim import build_optimizer, parameter_groups
 from tests.e2e.runs import make_batches, make_module, run, tiny_config
-from tests.unit.config.conftest import shape_checker_off  # noqa: F401 - hypothesis needs it off
+
+pytestmark = pytest.mark.usefixtures("shape_checker_off_in_module")
 
 OPTIM = OptimConfig(lr=0.1, weight_decay=0.3, router_lr_scale=0.5, expert_lr_scale=2.0)
 

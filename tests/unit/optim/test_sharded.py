@@ -16,7 +16,7 @@ from lightning_moe.optim.sharded import refuse_unless_elementwise
 class SignDescent(Optimizer):
     """Lion-like: a sign of mixed momentum. Its learning rate has no default."""
 
-    def __init__(self, params: Any, lr: float, *, momentum: float = 0.9) -> None:  # noqa: ANN401
+    def __init__(self, params: Any, lr: float, *, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 from lightning_moe.parallel.layout import ParamSpec, plain_name
 
 
-def _spec(**fields: Any) -> ParamSpec:  # noqa: ANN401
+def _spec(**fields: Any) -> ParamSpec:
     defaults = {"name": "w", "kind": "dense", "shape": (6, 4), "num_shards": 1, "shard_index": 0}
     defaults |= {"num_replicas": 4, "replica_index": 2, "split": True}
     return ParamSpec(**{**defaults, **fields})

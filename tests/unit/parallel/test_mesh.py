@@ -129,7 +129,6 @@ def test_groups_of_512_ranks_are_those_known_by_hand() -> None:
         ("x", 4, 4, r"strategy.expert_parallel='x' must be a positive integer or \"auto\""),
     ],
 )
-@pytest.mark.filterwarnings("ignore")
 def test_sizes_that_do_not_fit_are_refused_with_the_option_and_what_would_fit(
     requested: object, num_experts: int, world: int, message: str
 ) -> None:
