@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num, UInt8
 from torch import Tensor
 
-from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert
+from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, sum_of_copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,12 +16,16 @@ class Dispatched:
     Attributes:
         rows_RW: rows of the first local expert, then of the second, and so on.
         counts_L: rows of each local expert (int64).
+        back: the way back, which only the same dispatcher reads; a pytree of tensors and constants.
         kept_TK: which of this rank's token copies are computed; None when all are.
+        packed_RZ: the rows as bytes, where they travelled so; `rows_RW` then has no values, only a gradient.
     """
 
-    rows_RW: Float[Tensor, "R W"]
+    rows_RW: Num[Tensor, "R W"]
     counts_L: Int[Tensor, " L"]
+    back: Any
     kept_TK: Bool[Tensor, "T K"] | None = None
+    packed_RZ: UInt8[Tensor, "R Z"] | None = None
 
 
 @runtime_checkable
@@ -34,13 +38,14 @@ class Dispatcher(Protocol):
 
     def dispatch(
         self,
-        x_TW: Float[Tensor, "T W"],
+        x_TW: Num[Tensor, "T W"],
         ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         num_experts: int,
     ) -> Any:  # noqa: ANN401 - only `receive` of the same dispatcher reads it
         """Set the token copies going; other work may be done before `receive`.
 
+        `x_TW` is moved, never read: tokens, or bytes that stand for them, in which zeros stand for a row of zeros.
         `weights_TK` may decide which copies are dropped; they are applied in `combine`.
         """
         ...
@@ -53,21 +58,18 @@ class Dispatcher(Protocol):
         self,
         rows_RW: Float[Tensor, "R W"],
         weights_TK: Float[Tensor, "T K"],
-        sent: Any,  # noqa: ANN401
+        back: Any,  # noqa: ANN401
     ) -> Float[Tensor, "T W"]:
         """Weighted sum of each token's expert outputs, back on the token's own rank."""
         ...
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sorted(Dispatched):
-    """Rows that never left.
-
-    Attributes:
-        plan: how the copies were sorted, for the way back.
-    """
-
-    plan: Plan
+    def token_gradient(
+        self,
+        grad_RW: Float[Tensor, "R W"],
+        back: Any,  # noqa: ANN401
+    ) -> Float[Tensor, "T W"]:
+        """Gradient of the tokens from that of their rows: what backward of `dispatch` and `receive` does."""
+        ...
 
 
 class LocalDispatcher:
@@ -79,21 +81,25 @@ class LocalDispatcher:
 
     def dispatch(
         self,
-        x_TW: Float[Tensor, "T W"],
+        x_TW: Num[Tensor, "T W"],
         ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         num_experts: int,
-    ) -> Sorted:
+    ) -> Dispatched:
         """See `Dispatcher.dispatch`."""
         plan = plan_by_expert(ids_TK, num_experts)
-        return Sorted(rows_RW=permute(x_TW, plan), counts_L=plan.counts_E, plan=plan)
+        return Dispatched(rows_RW=permute(x_TW, plan), counts_L=plan.counts_E, back=plan)
 
-    def receive(self, flight: Sorted) -> Sorted:
+    def receive(self, flight: Dispatched) -> Dispatched:
         """See `Dispatcher.receive`."""
         return flight
 
     def combine(
-        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: Sorted
+        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], back: Plan
     ) -> Float[Tensor, "T W"]:
         """See `Dispatcher.combine`."""
-        return combine(rows_RW, weights_TK, sent.plan)
+        return combine(rows_RW, weights_TK, back)
+
+    def token_gradient(self, grad_RW: Float[Tensor, "R W"], back: Plan) -> Float[Tensor, "T W"]:
+        """See `Dispatcher.token_gradient`."""
+        return sum_of_copies(grad_RW, back)

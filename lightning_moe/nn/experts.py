@@ -1,9 +1,11 @@
 """The routed experts of one rank: stacked weights, grouped matmuls."""
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num, UInt8
 from torch import Tensor, nn
 
 # As in `precision.backend`.
@@ -15,6 +17,23 @@ from lightning_moe.ops.activations import activation_function
 from lightning_moe.ops.dtypes import matmul_dtype
 from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
 from lightning_moe.precision import ReleasedParameter, leaves_device
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _not_traced_without_weights(
+    method: Callable[Concatenate["Experts", P], T],
+) -> Callable[Concatenate["Experts", P], T]:
+    """`method`, which the compiler goes around if weights may be dropped: it looks at values of all that it meets."""
+    around = _disable_dynamo(method)
+
+    @wraps(method)
+    def either(self: "Experts", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        run = around if self.backend.fp8_only else method
+        return run(self, *args, **kwargs)
+
+    return either
 
 
 class Experts(nn.Module):
@@ -45,16 +64,23 @@ class Experts(nn.Module):
         )
         self.backend = BackendChoice(config.backend, config.fp8)
 
-    def forward(
-        self, rows_RW: Float[Tensor, "R W"], counts_L: Int[Tensor, " L"]
-    ) -> Float[Tensor, "R W"]:
-        """Rows through their experts: the first counts_L[0] rows through the first expert, and so on."""
-        run = self._run_uncompiled if self.backend.fp8_only else self._run
-        return run(rows_RW, counts_L)
+    @_not_traced_without_weights
+    def pack(self, x_TW: Float[Tensor, "T W"]) -> Num[Tensor, "T _"]:
+        """Tokens in the form in which their copies travel to experts: as they are, or as bytes."""
+        dtype = matmul_dtype(x_TW)
+        return self.backend.settle(self.sizes(dtype)).pack(x_TW, dtype)
 
-    def _run(
-        self, rows_RW: Float[Tensor, "R W"], counts_L: Int[Tensor, " L"]
+    @_not_traced_without_weights
+    def forward(
+        self,
+        rows_RW: Float[Tensor, "R W"],
+        counts_L: Int[Tensor, " L"],
+        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
+        """Rows through their experts: the first counts_L[0] rows through the first expert, and so on.
+
+        With `packed_RZ`, made by `pack`, values are read from there; `rows_RW` gets the gradient all the same.
+        """
         dtype = matmul_dtype(rows_RW)
         weights = ExpertWeights(
             w_up_gate_LPW=self.w_up_gate,
@@ -64,10 +90,8 @@ class Experts(nn.Module):
             activation=self.activation,
             training=self.training,
         )
-        return self.backend.settle(self.sizes(dtype))(rows_RW.to(dtype), weights, counts_L)
-
-    # The tracer would look at the values of every parameter it meets.
-    _run_uncompiled = _disable_dynamo(_run)
+        backend = self.backend.settle(self.sizes(dtype))
+        return backend(rows_RW.to(dtype), weights, counts_L, packed_RZ)
 
     def sizes(self, dtype: torch.dtype | None = None) -> ExpertSizes:
         """What decides which backend can run them; `dtype` defaults to that of matmuls with the weights."""

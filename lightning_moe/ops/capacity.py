@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.permute import dot_of_rows, sum_over_choices
@@ -45,6 +46,9 @@ class CapacityPlan:
     copy_R: Int[Tensor, " R"]
     slot_TK: Int[Tensor, "T K"]
     kept_E: Int[Tensor, " E"]
+
+
+pytree.register_dataclass(CapacityPlan)  # nodes of autograd keep its tensors
 
 
 def plan_with_capacity(
@@ -82,10 +86,15 @@ def plan_with_capacity(
     return CapacityPlan(copy_R=copy_R, slot_TK=slot_TK, kept_E=starts.diff().clamp(max=capacity))
 
 
-def fill_slots(x_TD: Float[Tensor, "T D"], plan: CapacityPlan) -> Float[Tensor, "R D"]:
+def fill_slots(x_TD: Num[Tensor, "T D"], plan: CapacityPlan) -> Num[Tensor, "R D"]:
     """The token of each slot's copy; zeros in empty slots."""
     rows_RD: Tensor = _Fill.apply(x_TD, plan.copy_R, plan.slot_TK)
     return rows_RD
+
+
+def sum_of_slots(rows_RD: Float[Tensor, "R D"], plan: CapacityPlan) -> Float[Tensor, "T D"]:
+    """Sum of the rows of each token, in at least float32, in the type of the rows: the backward of `fill_slots`."""
+    return sum_over_choices(_gathered, rows_RD, plan.slot_TK, None)
 
 
 def combine_slots(
@@ -101,7 +110,7 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
     if not len(rows):
         return rows.new_zeros(len(index), *rows.shape[1:])
     taken = rows.index_select(0, index.clamp(max=len(rows) - 1))
-    return torch.where((index < len(rows)).unsqueeze(-1), taken, 0.0)
+    return torch.where((index < len(rows)).unsqueeze(-1), taken, 0)
 
 
 class _Fill(torch.autograd.Function):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num, UInt8
 from torch import Tensor
 
 from lightning_moe.ops.grouped_mm import GroupedMatmul
@@ -68,13 +68,24 @@ class ExpertBackend(Protocol):
         """Why it can't run these experts, or None if it can."""
         ...
 
+    def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Num[Tensor, "T _"]:
+        """Tokens as they travel to experts that compute in `dtype`: as they are, or in bytes, each row by itself.
+
+        Bytes of zeros stand for a row of zeros.
+        """
+        ...
+
     def __call__(
         self,
         rows_RW: Float[Tensor, "R W"],
         weights: ExpertWeights,
         counts_L: Int[Tensor, " L"],
+        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
-        """Rows through their experts: the first counts_L[0] rows through the first expert, and so on."""
+        """Rows through their experts: the first counts_L[0] rows through the first expert, and so on.
+
+        With `packed_RZ`, made by `pack`, values are read from there; `rows_RW` gets the gradient all the same.
+        """
         ...
 
     def forget(self) -> None:
@@ -101,13 +112,19 @@ class MatmulBackend:
         """See `ExpertBackend.refusal`."""
         return self._refusal(sizes)
 
+    def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Float[Tensor, "T W"]:
+        """See `ExpertBackend.pack`; nothing is packed."""
+        return x_TW
+
     def __call__(
         self,
         rows_RW: Float[Tensor, "R W"],
         weights: ExpertWeights,
         counts_L: Int[Tensor, " L"],
+        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`."""
+        assert packed_RZ is None  # as `pack` has it
         dtype = rows_RW.dtype
         packed_RP = self._grouped_mm(
             rows_RW, weights.w_up_gate_LPW.to(dtype).transpose(1, 2), counts_L

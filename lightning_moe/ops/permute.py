@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32
@@ -31,6 +32,9 @@ class Plan:
     counts_E: Int[Tensor, " E"]
 
 
+pytree.register_dataclass(Plan)  # nodes of autograd keep its tensors
+
+
 def plan_by_expert(expert_ids_TK: Int[Tensor, "T K"], num_experts: int) -> Plan:
     """Sort token copies by expert; within one expert, tokens keep their order.
 
@@ -52,15 +56,15 @@ def plan_by_expert(expert_ids_TK: Int[Tensor, "T K"], num_experts: int) -> Plan:
     )
 
 
-def permute(x_TD: Float[Tensor, "T D"], plan: Plan) -> Float[Tensor, "N D"]:
+def permute(x_TD: Num[Tensor, "T D"], plan: Plan) -> Num[Tensor, "N D"]:
     """One row per token copy, in the order of `plan`."""
     rows_ND: Tensor = _Permute.apply(x_TD, plan.order_N, plan.inverse_TK)
     return rows_ND
 
 
 def reorder(
-    rows_RD: Float[Tensor, "R D"], order_R: Int[Tensor, " R"], inverse_R: Int[Tensor, " R"]
-) -> Float[Tensor, "R D"]:
+    rows_RD: Num[Tensor, "R D"], order_R: Int[Tensor, " R"], inverse_R: Int[Tensor, " R"]
+) -> Num[Tensor, "R D"]:
     """Rows in another order: row i of the result is row order[i]; `inverse_R` undoes `order_R`."""
     reordered_RD: Tensor = _Reorder.apply(rows_RD, order_R, inverse_R)
     return reordered_RD
@@ -72,6 +76,11 @@ def combine(
     """Weighted sum of each token's rows, accumulated in at least the weights' precision, in the rows' type."""
     y_TD: Tensor = _Combine.apply(rows_ND, weights_TK, plan.order_N, plan.inverse_TK)
     return y_TD
+
+
+def sum_of_copies(rows_ND: Float[Tensor, "N D"], plan: Plan) -> Float[Tensor, "T D"]:
+    """Sum of the rows of each token, in at least float32, in the type of the rows: the backward of `permute`."""
+    return _sum_of_rows(rows_ND.contiguous(), plan.inverse_TK, None)
 
 
 def dot_of_rows(

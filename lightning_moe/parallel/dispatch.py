@@ -3,14 +3,22 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from lightning_moe.nn.dispatch import Dispatched
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.compiled import outside_of_graphs
-from lightning_moe.ops.permute import Plan, combine, permute, plan_by_expert, reorder
+from lightning_moe.ops.permute import (
+    Plan,
+    combine,
+    permute,
+    plan_by_expert,
+    reorder,
+    sum_of_copies,
+)
 from lightning_moe.parallel.collectives import AxisGroup, Work
 
 
@@ -49,6 +57,13 @@ class Exchange:
         started: list[Work | None] = []
         received: Tensor = _AllToAll.apply(rows, self, started)
         return received, started[0]
+
+    def bring_back(self, rows: Tensor) -> Tensor:
+        """What each rank received, on the rank that it came from."""
+        returned, work = self.back().start(rows)
+        if work is not None:
+            work.wait()
+        return returned
 
     def run(self, rows: Tensor, *, async_op: bool = False) -> tuple[Tensor, Work | None]:
         """As `start`, without a gradient."""
@@ -114,11 +129,11 @@ exchange_in_graph.register_autograd(_exchange_gradient, setup_context=_keep_argu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged(Dispatched):
-    """Rows that came from all ranks of the group.
+class Route:
+    """How copies reached the ranks of their experts, for the way back.
 
     Attributes:
-        plan: how the copies were sorted, for the way back.
+        plan: how the copies were sorted.
         way: how the rows came.
         regroup: order that turns (source rank, expert) into (expert, source rank); None with one local expert.
     """
@@ -128,11 +143,14 @@ class Exchanged(Dispatched):
     regroup: Plan | None
 
 
+pytree.register_dataclass(Route)  # nodes of autograd keep its tensors
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InFlight:
     """What `dispatch` leaves for `receive`; rows may not be read before the work is done."""
 
-    rows_RW: Float[Tensor, "R W"]
+    rows_RW: Num[Tensor, "R W"]
     work: Work | None
     plan: Plan
     way: Exchange
@@ -160,11 +178,11 @@ class AllToAllDispatcher:
         """The same in training and evaluation."""
         return self
 
-    # These three stay out of graphs: how many rows there are is known on the host only while they run.
+    # All of these stay out of graphs: how many rows there are is known on the host only while they run.
     @outside_of_graphs
     def dispatch(
         self,
-        x_TW: Float[Tensor, "T W"],
+        x_TW: Num[Tensor, "T W"],
         ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         num_experts: int,
@@ -194,7 +212,7 @@ class AllToAllDispatcher:
         )
 
     @outside_of_graphs
-    def receive(self, flight: InFlight) -> Exchanged:
+    def receive(self, flight: InFlight) -> Dispatched:
         """Wait for the rows and sort them by expert; within one expert by source rank, then by token."""
         if flight.work is not None:
             flight.work.wait()
@@ -203,25 +221,26 @@ class AllToAllDispatcher:
         if num_local > 1:
             regroup = plan_by_expert(_expert_of_row(flight.counts_GL, len(rows_RW)), num_local)
             rows_RW = reorder(rows_RW, regroup.order_N, regroup.inverse_TK.flatten())
-        return Exchanged(
+        return Dispatched(
             rows_RW=rows_RW,
             counts_L=flight.counts_GL.sum(dim=0),
-            plan=flight.plan,
-            way=flight.way,
-            regroup=regroup,
+            back=Route(plan=flight.plan, way=flight.way, regroup=regroup),
         )
 
     @outside_of_graphs
     def combine(
-        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: Exchanged
+        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], back: Route
     ) -> Float[Tensor, "T W"]:
         """The way back, then the weighted sum."""
-        if sent.regroup is not None:
-            rows_RW = reorder(rows_RW, sent.regroup.inverse_TK.flatten(), sent.regroup.order_N)
-        back_NW, work = sent.way.back().start(rows_RW)
-        if work is not None:
-            work.wait()
-        return combine(back_NW, weights_TK, sent.plan)
+        rows_RW = _as_received(rows_RW, back.regroup)
+        return combine(back.way.bring_back(rows_RW), weights_TK, back.plan)
+
+    @outside_of_graphs
+    def token_gradient(self, grad_RW: Float[Tensor, "R W"], back: Route) -> Float[Tensor, "T W"]:
+        """The way back, times the number of ranks (see `Exchange`), then the sum."""
+        grad_RW = _as_received(grad_RW, back.regroup)
+        grad_NW = back.way.bring_back(grad_RW).mul_(back.way.gradient_factor)
+        return sum_of_copies(grad_NW, back.plan)
 
     def _check_limit(self, received: list[int]) -> None:
         if self.receive_limit is not None and max(received) > self.receive_limit:
@@ -231,6 +250,13 @@ class AllToAllDispatcher:
                 f"strategy.receive_limit={self.receive_limit}; routing is too uneven (raise the balance loss or "
                 "bias_gamma), the micro-batch too large, or the limit too low"
             )
+
+
+def _as_received(rows_RW: Tensor, regroup: Plan | None) -> Tensor:
+    """Rows in the order in which they came."""
+    if regroup is None:
+        return rows_RW
+    return reorder(rows_RW, regroup.inverse_TK.flatten(), regroup.order_N)
 
 
 def _expert_of_row(counts_GL: Tensor, num_rows: int) -> Tensor:

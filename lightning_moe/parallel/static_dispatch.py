@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 from lightning_moe.nn.dispatch import Dispatched
@@ -14,6 +14,7 @@ from lightning_moe.ops.capacity import (
     fill_slots,
     plan_with_capacity,
     slots_per_expert,
+    sum_of_slots,
 )
 from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.parallel.collectives import AxisGroup, Work
@@ -24,14 +25,9 @@ from lightning_moe.parallel.dispatch import AllToAllDispatcher, Exchange
 class _InFlight:
     """Slots on their way; their plan stays here."""
 
-    rows_RW: Float[Tensor, "R W"]
+    rows_RW: Num[Tensor, "R W"]
     work: Work | None
     plan: CapacityPlan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Arrived(Dispatched):
-    slots: CapacityPlan
 
 
 class StaticDispatcher:
@@ -79,7 +75,7 @@ class StaticDispatcher:
 
     def dispatch(
         self,
-        x_TW: Float[Tensor, "T W"],
+        x_TW: Num[Tensor, "T W"],
         ids_TK: Int[Tensor, "T K"],
         weights_TK: Float[Tensor, "T K"],
         num_experts: int,
@@ -101,29 +97,37 @@ class StaticDispatcher:
         rows_RW, work = self._way.start(fill_slots(x_TW, plan))
         return _InFlight(rows_RW=rows_RW, work=work, plan=plan)
 
-    def receive(self, flight: _InFlight) -> _Arrived:
+    def receive(self, flight: _InFlight) -> Dispatched:
         """Wait, and turn (source, expert, slot) into (expert, source, slot)."""
         if flight.work is not None:
             flight.work.wait()
         size, capacity = self.group.size, self._capacity()
         by_source = flight.rows_RW.unflatten(0, (size, -1, capacity))
-        return _Arrived(
+        return Dispatched(
             rows_RW=by_source.transpose(0, 1).flatten(0, 2).contiguous(),
             counts_L=self._constant_counts(capacity, flight.rows_RW.device),
             kept_TK=flight.plan.slot_TK < len(flight.rows_RW),
-            slots=flight.plan,
+            back=flight.plan,
         )
 
     def combine(
-        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], sent: _Arrived
+        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], back: CapacityPlan
     ) -> Float[Tensor, "T W"]:
         """The way back, then the weighted sum of the copies that were kept."""
-        size, capacity = self.group.size, self._capacity()
-        by_source = rows_RW.unflatten(0, (-1, size, capacity)).transpose(0, 1)
-        back_RW, work = self._way.back().start(by_source.flatten(0, 2))
-        if work is not None:
-            work.wait()
-        return combine_slots(back_RW, weights_TK, sent.slots)
+        rows_RW = self._as_received(rows_RW)
+        return combine_slots(self._way.bring_back(rows_RW), weights_TK, back)
+
+    def token_gradient(
+        self, grad_RW: Float[Tensor, "R W"], back: CapacityPlan
+    ) -> Float[Tensor, "T W"]:
+        """The way back, times the number of ranks (see `Exchange`), then the sum over the copies that were kept."""
+        grad_RW = self._way.bring_back(self._as_received(grad_RW))
+        return sum_of_slots(grad_RW.mul_(self._way.gradient_factor), back)
+
+    def _as_received(self, rows_RW: Tensor) -> Tensor:
+        """(expert, source, slot) turned into (source, expert, slot)."""
+        by_expert: Tensor = rows_RW.unflatten(0, (-1, self.group.size, self._capacity()))
+        return by_expert.transpose(0, 1).flatten(0, 2)
 
     def _capacity(self) -> int:
         assert self.max_tokens is not None

@@ -4,8 +4,10 @@ from lightning_moe.precision.backend import QuantizedBackend, mxfp8_backend, row
 from lightning_moe.precision.formats import (
     Quantized,
     dequantize,
+    pack_rows,
     quantize_mxfp8,
     quantize_rowwise,
+    unpack_rows,
 )
 from lightning_moe.precision.linear import LinearRecipe, MXFP8Linear
 from lightning_moe.precision.released import (
@@ -26,9 +28,11 @@ __all__ = [
     "dequantize",
     "leaves_device",
     "mxfp8_backend",
+    "pack_rows",
     "quantize_mxfp8",
     "quantize_rowwise",
     "release_",
     "restore_",
     "rowwise_backend",
+    "unpack_rows",
 ]

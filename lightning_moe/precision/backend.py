@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 # What the optimizers of torch use: the public `torch.compiler.disable` imports the compiler, seconds, at once.
@@ -21,8 +21,10 @@ from lightning_moe.precision.formats import (
     BLOCK,
     Quantized,
     dequantize,
+    pack_rows,
     quantize_mxfp8,
     quantize_rowwise,
+    unpack_rows,
 )
 from lightning_moe.precision.released import ReleasedParameter
 from lightning_moe.precision.scaled_mm import ScaledMatmul, emulated_mm, mxfp8_mm, rowwise_mm
@@ -45,6 +47,7 @@ class Recipe:
     Attributes:
         name: as in `model.moe.backend`.
         quantize: along the last dimension.
+        scale_dtype: of its scales.
         matmul: of two quantized tensors.
         multiple: what widths must be multiples of.
         capability: of the CUDA device, at least.
@@ -53,6 +56,7 @@ class Recipe:
 
     name: str
     quantize: Quantize
+    scale_dtype: torch.dtype
     matmul: ScaledMatmul
     multiple: int
     capability: tuple[int, int]
@@ -65,6 +69,7 @@ def mxfp8_backend(config: FP8Config) -> "QuantizedBackend":
         Recipe(
             name="mxfp8",
             quantize=partial(quantize_mxfp8, scale_mode=config.scale_mode),
+            scale_dtype=torch.float8_e8m0fnu,
             matmul=emulated_mm if config.emulate else mxfp8_mm,
             multiple=BLOCK,
             capability=(10, 0),
@@ -80,6 +85,7 @@ def rowwise_backend(config: FP8Config) -> "QuantizedBackend":
         Recipe(
             name="fp8_rowwise",
             quantize=quantize_rowwise,
+            scale_dtype=torch.float32,
             matmul=emulated_mm if config.emulate else rowwise_mm,
             multiple=16,
             capability=(9, 0),
@@ -134,15 +140,25 @@ class QuantizedBackend:
         return device_refusal(self.recipe.name, self.recipe.capability, device, remedy=remedy)
 
     @_disable_dynamo
+    def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> UInt8[Tensor, "T Z"]:
+        """See `ExpertBackend.pack`: codes and scales, those that the rows would get at their experts."""
+        return pack_rows(self.recipe.quantize(x_TW.to(dtype)))
+
+    @_disable_dynamo
     def __call__(
         self,
         rows_RW: Float[Tensor, "R W"],
         weights: ExpertWeights,
         counts_L: Int[Tensor, " L"],
+        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`; the compiler goes around it."""
         if self.fp8_only and weights.training and torch.is_grad_enabled():
             _refuse_kept(weights)
+        if packed_RZ is None:
+            rows = self.recipe.quantize(rows_RW)
+        else:
+            rows = unpack_rows(packed_RZ, rows_RW.shape[1], self.recipe.scale_dtype)
         stores = (
             *self.up_gate.layouts(weights.w_up_gate_LPW, training=weights.training),
             *self.down.layouts(weights.w_down_LFW, training=weights.training),
@@ -153,7 +169,7 @@ class QuantizedBackend:
             rows_RW,
             weights.w_up_gate_LPW,
             weights.w_down_LFW,
-            *_flat(*stores),
+            *_flat(rows, *stores),
         )
         return out_RW
 
@@ -185,8 +201,7 @@ class _QuantizedExperts(torch.autograd.Function):
         ctx: _Context, recipe: Recipe, counts_L: Tensor, rows_RW: Tensor, *tensors: Tensor
     ) -> Tensor:
         w_up_gate, w_down, *flat = tensors
-        up_gate, up_gate_back, down_back, down = _pairs(flat)
-        rows = recipe.quantize(rows_RW)
+        rows, up_gate, up_gate_back, down_back, down = _pairs(flat)
         packed_RP = recipe.matmul(rows, up_gate, counts_L, rows_RW.dtype)
         hidden = recipe.quantize(_swiglu(packed_RP))
         # Backward works with the codes: a weight may change before it.
@@ -217,7 +232,7 @@ class _QuantizedExperts(torch.autograd.Function):
             grad_rows = recipe.matmul(
                 recipe.quantize(grad_packed_RP), up_gate_back, counts_L, dtype
             )
-        return None, None, grad_rows, grad_up_gate, grad_down, *[None] * 8
+        return None, None, grad_rows, grad_up_gate, grad_down, *[None] * 10
 
 
 def _swiglu(packed_RP: Tensor) -> Tensor:

@@ -70,8 +70,24 @@ def quantize_rowwise(values: Tensor) -> Quantized:
     # 0.5 <= mantissa < 1, so this rounds down to a power of two; not finite values pass through.
     mantissas, _ = torch.frexp(inverse)
     scales = (2 * mantissas) / inverse
-    scales = torch.where(largest.isinf(), torch.inf, scales)
+    # Not `where`: with no rows its result has a stride of 0, which can't be viewed as bytes.
+    scales = scales.masked_fill(largest.isinf(), torch.inf)
     return Quantized(_codes(rows, scales), scales)
+
+
+def pack_rows(quantized: Quantized) -> Tensor:
+    """All bits of each row as bytes: its codes, then its scales."""
+    parts = quantized.codes, quantized.scales
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+
+
+def unpack_rows(packed: Tensor, width: int, scale_dtype: torch.dtype) -> Quantized:
+    """What `pack_rows` was given: codes of `width` values per row, and scales of this type."""
+    codes, scales = (
+        part.clone(memory_format=torch.contiguous_format)
+        for part in packed.tensor_split([width], dim=-1)
+    )
+    return Quantized(codes.view(torch.float8_e4m3fn), scales.view(scale_dtype))
 
 
 def dequantize(quantized: Quantized) -> Tensor:

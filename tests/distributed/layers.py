@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +46,7 @@ class Case:
 
     Attributes:
         tokens: per rank; ranks beyond its end begin anew.
+        width, hidden: of the experts.
         crowded: experts whose selection bias draws every token to them.
         recompute: run the layer inside a checkpoint.
     """
@@ -54,6 +56,8 @@ class Case:
     tokens: tuple[int, ...] = (5, 3, 7, 4)
     crowded: tuple[int, ...] = ()
     recompute: bool = False
+    width: int = WIDTH
+    hidden: int = 3
     options: dict[str, Any] = field(default_factory=dict)
 
     def layer(self, dtype: torch.dtype = torch.float64) -> MoE:
@@ -62,9 +66,9 @@ class Case:
             top_k=self.top_k, score_correction_bias=True, z_loss_weight=0.1, lb_loss_weight=0.1
         )
         config = MoEConfig(
-            num_experts=self.num_experts, hidden_size=3, router=router, **self.options
+            num_experts=self.num_experts, hidden_size=self.hidden, router=router, **self.options
         )
-        layer = randomized(MoE(WIDTH, config), torch.Generator().manual_seed(1)).to(dtype)
+        layer = randomized(MoE(self.width, config), torch.Generator().manual_seed(1)).to(dtype)
         assert layer.router.score_bias is not None
         for expert in self.crowded:
             layer.router.score_bias[expert] += 100.0
@@ -73,7 +77,7 @@ class Case:
     def tokens_of(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Input of a rank, and the weights of its output in the loss."""
         generator = torch.Generator().manual_seed(10 + rank)
-        shape = self.tokens[rank % len(self.tokens)], WIDTH
+        shape = self.tokens[rank % len(self.tokens)], self.width
         x, mix = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
         return x.to(dtype), mix.to(dtype)
 
@@ -140,3 +144,55 @@ def objective(parts: Sequence[tuple[Tensor, Tensor, Any]]) -> Tensor:
         scores = record.score_sums_E * torch.arange(1, len(record.score_sums_E) + 1)
         total = total + (y * mix).sum() + z_loss([record], reduction="sum") + scores.sum()
     return total
+
+
+def on_one_rank(
+    case: Case, world: int, dtype: torch.dtype
+) -> tuple[MoE, list[Tensor], list[Tensor], Any]:
+    """Everybody's tokens through the whole layer, as one batch; gradients lie in `.grad`."""
+    layer = case.layer(dtype)
+    tokens = [case.tokens_of(rank, dtype) for rank in range(world)]
+    x = torch.cat([own for own, _ in tokens]).requires_grad_()
+    y, record = run(layer, x)
+    objective([(y, torch.cat([mix for _, mix in tokens]), record)]).backward()
+    sizes = [len(own) for own, _ in tokens]
+    return layer, list(y.split(sizes)), list(x.grad.split(sizes)), record
+
+
+def assert_equals_one_rank(
+    rank: int,
+    world: int,
+    case: Case,
+    dispatcher: str,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-12,
+) -> None:
+    """Outputs, records and every gradient of a layer over all ranks are those of one rank."""
+    mesh, ledger = connect(world)
+    layer = spread(case.layer(dtype), mesh, dispatcher)
+    x, mix = case.tokens_of(rank, dtype)
+    x.requires_grad_()
+    y, record = run(layer, x, recompute=case.recompute)
+    objective([(y, mix, record)]).backward()
+    whole, outputs, input_gradients, everyone = on_one_rank(case, world, dtype)
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(y, outputs[rank], **close)
+    torch.testing.assert_close(x.grad, input_gradients[rank], **close)
+    requested = record.requested_E.clone()
+    dist.all_reduce(requested)
+    assert torch.equal(requested, everyone.requested_E)
+    assert torch.equal(record.kept_E, record.requested_E)
+    experts = slice(layer.experts.expert_ids.start, layer.experts.expert_ids.stop)
+    for (path, got), wanted in zip(layer.named_parameters(), whole.parameters(), strict=True):
+        assert got.grad is not None, path
+        # Of the mean over ranks: experts have it at once, dense parameters once they are averaged.
+        gradient, expected = got.grad.clone(), wanted.grad / world
+        if path.startswith("experts."):
+            expected = expected[experts]
+        else:
+            dist.all_reduce(gradient)
+            gradient /= world
+        torch.testing.assert_close(gradient, expected, msg=lambda m, p=path: f"{p}: {m}", **close)
+    sizes: list[Any] = [None] * world
+    dist.all_gather_object(sizes, ledger.order)
+    assert all(order == sizes[0] for order in sizes)

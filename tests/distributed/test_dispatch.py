@@ -4,13 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.parallel.collectives import AxisGroup
-from tests.distributed.layers import CASES, WIDTH, Case, connect, objective, run, spread
+from tests.distributed.layers import (
+    CASES,
+    WIDTH,
+    Case,
+    assert_equals_one_rank,
+    connect,
+    objective,
+    run,
+    spread,
+)
 from tests.memory import LiveBytes
 from tests.ranks import run_ranks
 
@@ -21,56 +28,13 @@ FORWARD = {
 BACKWARD = [("all_to_all", "ep"), ("all_to_all", "ep")]
 
 
-def _on_one_rank(case: Case, world: int) -> tuple[MoE, list[Tensor], list[Tensor], list[Any]]:
-    """Everybody's tokens through the whole layer, as one batch; gradients lie in `.grad`."""
-    layer = case.layer()
-    tokens = [case.tokens_of(rank) for rank in range(world)]
-    x = torch.cat([own for own, _ in tokens]).requires_grad_()
-    y, record = run(layer, x)
-    objective([(y, torch.cat([mix for _, mix in tokens]), record)]).backward()
-    sizes = [len(own) for own, _ in tokens]
-    return layer, list(y.split(sizes)), list(x.grad.split(sizes)), [record]
-
-
-def _equals_one_rank(rank: int, world: int, name: str, dispatcher: str) -> None:
-    case = CASES[name]
-    mesh, ledger = connect(world)
-    layer = spread(case.layer(), mesh, dispatcher)
-    x, mix = case.tokens_of(rank)
-    x.requires_grad_()
-    y, record = run(layer, x, recompute=case.recompute)
-    objective([(y, mix, record)]).backward()
-    whole, outputs, input_gradients, (everyone,) = _on_one_rank(case, world)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(y, outputs[rank], **close)
-    torch.testing.assert_close(x.grad, input_gradients[rank], **close)
-    requested = record.requested_E.clone()
-    dist.all_reduce(requested)
-    assert torch.equal(requested, everyone.requested_E)
-    assert torch.equal(record.kept_E, record.requested_E)
-    experts = slice(layer.experts.expert_ids.start, layer.experts.expert_ids.stop)
-    for (path, got), wanted in zip(layer.named_parameters(), whole.parameters(), strict=True):
-        assert got.grad is not None, path
-        # Of the mean over ranks: experts have it at once, dense parameters once they are averaged.
-        gradient, expected = got.grad.clone(), wanted.grad / world
-        if path.startswith("experts."):
-            expected = expected[experts]
-        else:
-            dist.all_reduce(gradient)
-            gradient /= world
-        torch.testing.assert_close(gradient, expected, msg=lambda m, p=path: f"{p}: {m}", **close)
-    sizes: list[Any] = [None] * world
-    dist.all_gather_object(sizes, ledger.order)
-    assert all(order == sizes[0] for order in sizes)
-
-
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_outputs_records_and_every_gradient_equal_one_rank(
     world: int, name: str, dispatcher: str
 ) -> None:
-    run_ranks(_equals_one_rank, world, name, dispatcher, timeout_s=120)
+    run_ranks(assert_equals_one_rank, world, CASES[name], dispatcher, timeout_s=120)
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])
@@ -79,7 +43,7 @@ def test_outputs_records_and_every_gradient_equal_one_rank(
     ["plain", "one_expert_per_rank_at_most", "all_on_one_rank", "a_rank_without_tokens"],
 )
 def test_four_ranks_equal_one_rank(name: str, dispatcher: str) -> None:
-    run_ranks(_equals_one_rank, 4, name, dispatcher, timeout_s=180)
+    run_ranks(assert_equals_one_rank, 4, CASES[name], dispatcher, timeout_s=180)
 
 
 def _received(rank: int, world: int) -> int:
@@ -169,7 +133,7 @@ def _identity(rank: int, world: int, dispatcher: str) -> None:
         sent = layer.dispatcher.receive(flight)
         assert sent.rows_RW.dtype == dtype
         assert sent.counts_L.sum().item() == len(sent.rows_RW)
-        assert torch.equal(layer.dispatcher.combine(sent.rows_RW, weights_TK, sent), x_TW)
+        assert torch.equal(layer.dispatcher.combine(sent.rows_RW, weights_TK, sent.back), x_TW)
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])

@@ -227,7 +227,7 @@ def _nan_in_dropped_tokens(rank: int, world: int) -> None:
     x = torch.where(late[:, None], math.nan, x).requires_grad_()
     sent = layer.dispatcher.receive(layer.dispatcher.dispatch(x, ids_TK, weights_TK, 8))
     rows = layer.experts(sent.rows_RW, sent.counts_L)
-    y = layer.dispatcher.combine(rows, weights_TK, sent)
+    y = layer.dispatcher.combine(rows, weights_TK, sent.back)
     assert not y[late].any()
     assert y[~late].all()
     (y * mix).sum().backward()

@@ -309,7 +309,7 @@ class _Dropping(LocalDispatcher):
 
     def receive(self, flight: Dispatched) -> Dispatched:
         """The same rows, as if some were missing."""
-        kept_TK = torch.zeros(flight.plan.inverse_TK.shape, dtype=torch.bool)
+        kept_TK = torch.zeros(flight.back.inverse_TK.shape, dtype=torch.bool)
         kept_TK[2:, 0] = True
         return dataclasses.replace(flight, kept_TK=kept_TK)
 

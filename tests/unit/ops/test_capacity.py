@@ -12,6 +12,7 @@ from lightning_moe.ops.capacity import (
     fill_slots,
     plan_with_capacity,
     slots_per_expert,
+    sum_of_slots,
 )
 
 IDS_TK = torch.tensor([[0, 2], [0, 1], [2, 0], [0, 2], [2, 1]])
@@ -222,3 +223,24 @@ def test_low_precision_rows_are_summed_in_float32() -> None:
     plan = plan_with_capacity(ids_TK, torch.ones(1, 3), 3, 1, "position")
     rows_RD = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     assert combine_slots(rows_RD, torch.ones(1, 3), plan).item() == 258.0
+
+
+def test_sum_of_slots_is_the_gradient_of_filling_them(generator: torch.Generator) -> None:
+    plan = _plan(2)
+    rows_RD = torch.arange(12.0).view(6, 2)
+    # Slots 0 and 4, 1 and 2, 5, none, 3: those of the plan by position.
+    expected = [rows_RD[slots].sum(dim=0) for slots in ([0, 4], [1, 2], [5], [], [3])]
+    assert torch.equal(sum_of_slots(rows_RD, plan), torch.stack(expected))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x_TD = torch.randn(5, 3, generator=generator).to(dtype).requires_grad_()
+        gradient = torch.randn(6, 3, generator=generator).to(dtype)
+        fill_slots(x_TD, plan).backward(gradient)
+        assert torch.equal(sum_of_slots(gradient, plan), x_TD.grad)
+
+
+def test_slots_take_bytes_as_they_are_and_zeros_where_they_are_empty() -> None:
+    bytes_TD = torch.arange(251, 256, dtype=torch.uint8).view(5, 1)
+    rows_RD = fill_slots(bytes_TD, _plan(3))
+    assert rows_RD.dtype == torch.uint8
+    # Tokens 0, 1, 2 of expert 0, tokens 1 and 4 of expert 1 and no third, tokens 0, 2, 3 of expert 2.
+    assert rows_RD.flatten().tolist() == [251, 252, 253, 252, 255, 0, 251, 253, 254]

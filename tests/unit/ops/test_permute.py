@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.ops import Plan, combine, dot_of_rows, permute, plan_by_expert, reorder
+from lightning_moe.ops.permute import sum_of_copies
 
 IDS = torch.tensor([[2, 0], [2, 1], [0, 2]])
 
@@ -183,3 +184,26 @@ def test_dot_products_of_rows_are_at_least_float32(
     expected = (left.double() * right.double()).sum(dim=-1)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sum_of_copies_is_the_gradient_of_permute(generator: torch.Generator) -> None:
+    plan = plan_by_expert(IDS, 4)
+    rows_ND = torch.arange(12.0).view(6, 2)
+    # Rows of tokens 0, 1 and 2: see the plan by hand.
+    expected = [rows_ND[[3, 0]], rows_ND[[4, 2]], rows_ND[[1, 5]]]
+    assert torch.equal(sum_of_copies(rows_ND, plan), torch.stack([e.sum(dim=0) for e in expected]))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x_TD = torch.randn(3, 5, generator=generator).to(dtype).requires_grad_()
+        gradient = torch.randn(6, 5, generator=generator).to(dtype)
+        permute(x_TD, plan).backward(gradient)
+        assert torch.equal(sum_of_copies(gradient, plan), x_TD.grad)
+
+
+def test_bytes_are_permuted_as_they_are() -> None:
+    plan = plan_by_expert(IDS, 4)
+    bytes_TD = torch.tensor([[0, 255], [1, 128], [2, 3]], dtype=torch.uint8)
+    rows_ND = permute(bytes_TD, plan)
+    assert rows_ND.dtype == torch.uint8
+    assert torch.equal(rows_ND, bytes_TD[[0, 2, 1, 0, 1, 2]])
+    order = torch.tensor([2, 0, 1])
+    assert torch.equal(reorder(bytes_TD, order, order.argsort()), bytes_TD[order])

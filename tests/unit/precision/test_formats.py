@@ -5,11 +5,18 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_moe.precision import dequantize, quantize_mxfp8, quantize_rowwise
+from lightning_moe.precision import (
+    Quantized,
+    dequantize,
+    pack_rows,
+    quantize_mxfp8,
+    quantize_rowwise,
+    unpack_rows,
+)
 
 with warnings.catch_warnings():
     # torchao 0.18 on torch 2.13 registers its enums with a deprecated call.
@@ -211,3 +218,70 @@ def test_bytes_per_value() -> None:
 def test_a_width_that_blocks_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks of 32.*48 is not a multiple"):
         quantize_mxfp8(torch.ones(2, 48))
+
+
+SPECIAL = [0.0, -0.0, 1e-45, -3e-41, 2.0**-127, 448.0, 3.4e38, math.inf, -math.inf, math.nan]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    blocks=st.integers(1, 3),
+    exponent=st.integers(-149, 127),
+    specials=st.lists(st.tuples(st.integers(0, 479), st.sampled_from(SPECIAL)), max_size=6),
+    row_of_zeros=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_packed_rows_come_out_as_the_same_bits(
+    rows: int,
+    blocks: int,
+    exponent: int,
+    specials: list[tuple[int, float]],
+    row_of_zeros: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, 32 * blocks, generator=generator, dtype=torch.float64)
+    values = (values * 2.0**exponent).float()
+    for place, special in specials if rows else []:
+        values.view(-1)[place % values.numel()] = special
+    if row_of_zeros:
+        values[:1] = 0.0
+    for quantize, scale_dtype, scale_bytes in (
+        (quantize_mxfp8, torch.float8_e8m0fnu, blocks),
+        (quantize_rowwise, torch.float32, 4),
+    ):
+        quantized = quantize(values)
+        packed = pack_rows(quantized)
+        assert (packed.dtype, packed.shape) == (torch.uint8, (rows, 32 * blocks + scale_bytes))
+        # Rows stand alone: packed in another order, they come out in that order.
+        order = torch.randperm(rows, generator=generator)
+        unpacked = unpack_rows(packed[order], 32 * blocks, scale_dtype)
+        for got, part in (
+            (unpacked.codes, quantized.codes),
+            (unpacked.scales, quantized.scales),
+        ):
+            assert got.dtype == part.dtype
+            assert got.is_contiguous()
+            assert torch.equal(got.view(torch.uint8), part.view(torch.uint8)[order])
+
+
+def test_a_packed_row_is_its_codes_then_its_scales_by_hand() -> None:
+    values = torch.zeros(2, 64)
+    values[0, 0], values[0, 63], values[1, 1] = 448.0, -2.0, 1.75 * 2.0**-127
+    # e4m3 448 is 0x7E, -256 is 0xF8 (-2 over the scale 2^-7), 1.75 is 0x3E.
+    mxfp8 = pack_rows(quantize_mxfp8(values))
+    assert mxfp8[0].tolist() == [0x7E, *[0] * 62, 0xF8, 127, 120]
+    assert mxfp8[1].tolist() == [0, 0x3E, *[0] * 62, 0, 0]
+    rowwise = pack_rows(quantize_rowwise(values[:1]))
+    # -2 is 0xC0; 1.0 in float32, least byte first, is 00 00 80 3F.
+    assert rowwise[0].tolist() == [0x7E, *[0] * 62, 0xC0, 0, 0, 0x80, 0x3F]
+
+
+@pytest.mark.parametrize(
+    ("scale_dtype", "num_bytes"), [(torch.float8_e8m0fnu, 66), (torch.float32, 68)]
+)
+def test_bytes_of_zeros_are_a_row_of_zeros(scale_dtype: torch.dtype, num_bytes: int) -> None:
+    quantized = unpack_rows(torch.zeros(3, num_bytes, dtype=torch.uint8), 64, scale_dtype)
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(dequantize(quantized), torch.zeros(3, 64))
