@@ -104,11 +104,10 @@ class MXFP8Linear(nn.Linear):
         num_rows = len(rows)
         if missing := -num_rows % BLOCK:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        # Autocast knows nothing of torchao's tensors.
-        with torch.autocast(x.device.type, enabled=False):
-            y: Tensor = self.multiply(rows, self.weight.to(dtype))[:num_rows]
-            if self.bias is not None:
-                y = y + self.bias.to(dtype)
+        # Both are in the type of autocast already: it leaves torchao's tensors alone.
+        y: Tensor = self.multiply(rows, self.weight.to(dtype))[:num_rows]
+        if self.bias is not None:
+            y = y + self.bias.to(dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
 

@@ -111,6 +111,24 @@ def test_output_and_gradients_are_products_of_rounded_values(
         )
 
 
+@pytest.mark.parametrize("num_rows", [35, 64])
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
+def test_the_scaled_matmul_of_torch_gives_what_emulation_gives(name: str, num_rows: int) -> None:
+    # torch has that of float8 for CPUs too, slow as it is; it has none for MXFP8.
+    linear = _linear().to(torch.bfloat16)
+    x, upstream = (values.to(torch.bfloat16) for values in _rows(num_rows))
+    emulated = _run(_recipe(name).convert(linear), x, upstream)
+    found = _run(_recipe(name, emulate=False).convert(linear), x, upstream)
+    torch.testing.assert_close(found, emulated)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
+def test_weight_gradients_pad_rows_for_kernels_that_want_multiples_of_16(name: str) -> None:
+    # Those of CPUs don't.
+    converted = _recipe(name, emulate=False).convert(_linear())
+    assert converted.linear_mm_config.grad_weight.pad_inner_dim
+
+
 def _decibels(found: Tensor, exact: Tensor) -> float:
     return 20 * math.log10(float(exact.norm() / (found.double() - exact).norm()))
 
