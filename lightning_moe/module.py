@@ -37,6 +37,7 @@ from lightning_moe.optim.step_window import refuse_unclosed
 from lightning_moe.parallel.whole_checkpoint import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
 from lightning_moe.strategy.backends import settle_backends
+from lightning_moe.strategy.log_step import align_log_step
 from lightning_moe.strategy.released_weights import refuse_released
 
 
@@ -125,6 +126,12 @@ class MoEModule(L.LightningModule):
             return self._features(batch)[1]
         with self._noise_of_batch(batch_idx - self.trainer.fit_loop.batch_idx):
             return self._features(batch)[1]
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:  # noqa: ANN401
+        """The first that the module sees of a batch (the public hook warns beside any data module)."""
+        if self._trainer is not None and self.trainer.training:
+            align_log_step(self.trainer)
+        return super()._on_before_batch_transfer(batch, dataloader_idx)
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
         """Add to the validation loss."""

@@ -22,6 +22,7 @@ from lightning_moe.strategy.agreement import (
     refuse_uneven,
 )
 from lightning_moe.strategy.launchers import ScriptLauncher
+from lightning_moe.strategy.log_step import align_log_step
 
 _LAST_WORDS_S: Final = 3.0
 
@@ -111,6 +112,14 @@ class JointStages(DDPStrategy):
                     super().predict_step(*args, **kwargs)
                 del self._predict_batches[0]
         return prediction
+
+    def batch_to_device(
+        self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> object:
+        """The first that the strategy sees of a batch: what it logs is to come at the right step."""
+        if self._trainer.training:
+            align_log_step(self._trainer)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Before the last micro-batch of a step, ask whether any rank was told to stop: then all stop after it."""

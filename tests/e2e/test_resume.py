@@ -7,7 +7,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule
 from tests.e2e.runs import GAMMA, History, make_module, make_trainer, tiny_config
@@ -56,11 +57,29 @@ class _Interrupt(L.Callback):
             raise _Interruption
 
 
+class StepLogger(Logger):
+    """The names that loggers get, and at which step."""
+
+    name = version = "steps"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, list[str]]] = []
+
+    def log_hyperparams(self, *_: object) -> None:
+        """None."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.steps.append((step, sorted(metrics)))
+
+
 @dataclass
 class _Fit:
     module: MoEModule
     trainer: L.Trainer
     history: History
+    logger: StepLogger
 
     def state(self) -> dict[str, Any]:
         """Weights, biases, moments and learning rates."""
@@ -74,16 +93,17 @@ def _prepare(
 ) -> _Fit:
     router = {"lb_loss_scope": options.pop("scope", "sequence")}
     config = replace(tiny_config(**(ROUTER | router)), vocab_size=264)
-    history = History()
+    history, logger = History(), StepLogger()
     trainer = make_trainer(
         folder,
-        callbacks=[history, *callbacks],
+        callbacks=[LearningRateMonitor(), history, *callbacks],
+        logger=logger,
         enable_checkpointing=True,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         **({"max_steps": 9, "max_epochs": -1} | options),
     )
-    return _Fit(make_module(config, MoEModule, optim, seed=seed), trainer, history)
+    return _Fit(make_module(config, MoEModule, optim, seed=seed), trainer, history, logger)
 
 
 def _saver(folder: Path, saves: dict[str, Any]) -> ModelCheckpoint:
@@ -97,8 +117,10 @@ def _resume_and_compare(
     batch: int,
     num_workers: int = 0,
     saves: dict[str, Any] | None = None,
+    then: dict[str, Any] | None = None,
     **options: object,
 ) -> None:
+    """`then` are options that the resumed run has differently."""
     saves = {"every_n_train_steps": 2} if saves is None else saves
     straight = _prepare(folder, optim, 3, _saver(folder / "straight", saves), **options)
     straight.trainer.fit(straight.module, datamodule=_data(folder, num_workers))
@@ -108,6 +130,7 @@ def _resume_and_compare(
     with pytest.raises(_Interruption):
         first.trainer.fit(first.module, datamodule=_data(folder, num_workers))
     # Other initial weights and another state of torch's generator: all must come from the file.
+    options |= then or {}
     resumed = _prepare(folder, optim, 4, _saver(folder / "cut", saves), **options)
     resumed.trainer.fit(resumed.module, datamodule=_data(folder, num_workers), ckpt_path="last")
 
@@ -116,6 +139,12 @@ def _resume_and_compare(
     num_resumed = len(resumed.history.steps)
     assert 0 < num_resumed < 9
     assert resumed.history.steps == straight.history.steps[-num_resumed:]
+    assert _of_training(resumed) == _of_training(straight)[-len(_of_training(resumed)) :]
+
+
+def _of_training(fit: _Fit) -> list[tuple[int, list[str]]]:
+    """Of each step, first what the learning-rate monitor logs, then the rest."""
+    return [(step, names) for step, names in fit.logger.steps if "val/ce" not in names]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -139,6 +168,13 @@ def test_resuming_from_what_a_validation_saved_is_exactly_like_not_stopping(
 ) -> None:
     saves = {"monitor": "val/ce", "every_n_epochs": 1}
     _resume_and_compare(tmp_path, STEPS, batch=10, saves=saves, val_check_interval=6)
+
+
+def test_loggers_get_the_same_steps_when_validation_is_due_at_others(tmp_path: Path) -> None:
+    saves = {"monitor": "val/ce", "every_n_epochs": 1}
+    _resume_and_compare(
+        tmp_path, STEPS, batch=10, saves=saves, val_check_interval=6, then={"val_check_interval": 7}
+    )
 
 
 def test_resuming_in_the_second_epoch_is_exactly_like_not_stopping(tmp_path: Path) -> None:
