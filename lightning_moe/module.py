@@ -127,7 +127,7 @@ class MoEModule(L.LightningModule):
         with self._noise_of_batch(batch_idx - self.trainer.fit_loop.batch_idx):
             return self._features(batch)[1]
 
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:  # noqa: ANN401
+    def _on_before_batch_transfer(self, batch: object, dataloader_idx: int = 0) -> object:
         """The first that the module sees of a batch (the public hook warns beside any data module)."""
         if self._trainer is not None and self.trainer.training:
             align_log_step(self.trainer)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_moe.ops.records import Routing
 from lightning_moe.ops.scale import scale_
 from lightning_moe.optim.look_ahead import refuse_unforeseen
+from lightning_moe.optim.step_watch import UNCLOSED, watch_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +64,11 @@ class StepWindow:
         self.observers: list[Callable[[Sequence[Routing]], None]] = []
         self.previous: tuple[Tensor, ...] | None = None
         self._resumes = False
+        self._is_watched = False
         self.reset()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "observers": []}
+        return {**self.__dict__, "observers": [], "_is_watched": False}
 
     def reset(self) -> None:
         """Begin a fit: forget the open step, and the one before unless `load_state_dict` has just brought it."""
@@ -146,7 +148,11 @@ class StepWindow:
 
         Raises:
             ValueError: if records are missing or come twice.
+            RuntimeError: not here, but in an optimizer that then steps before the window was closed.
         """
+        if loss_sum.requires_grad and not self._is_watched:
+            watch_steps(self, loss_sum)
+            self._is_watched = True
         self._num_losses += 1
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
         for name, value in (sums or {}).items():
@@ -304,12 +310,7 @@ def refuse_unclosed(module: L.LightningModule, *, counts_matter: bool = True) ->
     step = module.trainer.global_step
     must_close = window.divides or (counts_matter and window.is_open)
     if must_close and window.opened_at not in (None, step):
-        raise RuntimeError(
-            "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was "
-            "overridden without calling super().optimizer_step, or nothing closes the module's StepWindow; call it, "
-            "or close_window(self) in on_before_optimizer_step (and window.reset() in on_train_start, where an earlier "
-            "fit may have been interrupted)"
-        )
+        raise RuntimeError(UNCLOSED)
     window.opened_at = step
 
 

@@ -126,6 +126,18 @@ def test_a_window_closed_by_hand_before_clipping_is_not_divided_again(tmp_path: 
     _assert_equal(_fit(tmp_path, _ClosesItself(2)), _by_hand(_over_tokens, max_norm=0.05))
 
 
+@pytest.mark.parametrize(
+    ("module", "accumulate"), [(Adding, 1), (Adding, 2), (lambda: Manual(2), 1)]
+)
+def test_sums_that_nothing_divides_are_refused_at_the_first_step(
+    tmp_path: Path, module: Callable[[], OwnModule], accumulate: int
+) -> None:
+    with pytest.raises(
+        RuntimeError, match="nothing closes the module's StepWindow; call it, or cl"
+    ):
+        _fit(tmp_path, module(), callbacks=[], max_steps=1, accumulate_grad_batches=accumulate)
+
+
 @pytest.mark.parametrize("callback", [RouterBiasCorrection, ExpertLoadMonitor])
 def test_callbacks_refuse_a_module_that_records_nothing(
     tmp_path: Path, callback: type[L.Callback]

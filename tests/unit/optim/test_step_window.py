@@ -162,3 +162,32 @@ def test_an_open_window_can_be_copied(clone: Callable[[StepWindow], StepWindow])
     statistics = _close(clone(window), [])
     assert statistics.num_tokens.item() == 3
     assert window.is_open
+
+
+def _added(window: StepWindow, weight: Tensor) -> torch.optim.Optimizer:
+    """Its optimizer, after a backward through a part of it that is two operations away."""
+    window.add((weight[:1] * 2).sum(), torch.tensor(3)).backward()
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def test_an_optimizer_that_steps_before_the_window_is_closed_is_refused() -> None:
+    window, weight = StepWindow(), torch.ones(2, requires_grad=True)
+    optimizer = _added(window, weight)
+    with pytest.raises(RuntimeError, match="went by without its gradients being divided"):
+        optimizer.step()
+    _close(window, [weight.grad])
+    optimizer.step()
+    _added(window, weight)
+    with pytest.raises(RuntimeError, match="went by without its gradients being divided"):
+        optimizer.step()
+    # Nobody is going to close it any more.
+    del window
+    optimizer.step()
+
+
+def test_an_optimizer_of_other_weights_may_step_while_a_window_is_open() -> None:
+    window, other = StepWindow(), torch.ones(2, requires_grad=True)
+    _added(window, torch.ones(2, requires_grad=True))
+    other.sum().backward()
+    torch.optim.SGD([other], lr=0.1).step()
+    assert window.divides
