@@ -84,11 +84,20 @@ class BackendChoice:
             f"{self._candidates[self.name].refusal(sizes)}; or {instead}"
         )
 
+    def taken(self, sizes: ExpertSizes) -> str:
+        """The name of that backend.
+
+        Raises:
+            ValueError: as `settle`.
+        """
+        backend = self.settle(sizes)
+        return next(name for name, own in self._candidates.items() if own is backend)
+
     def account(self, sizes: ExpertSizes) -> str:
         """Which backend it is, and what kept `auto` from an earlier one: a sentence for a log."""
-        taken = self.settle(sizes)
+        name = self.taken(sizes)
+        taken = self._candidates[name]
         refused = {name: backend.refusal(sizes) for name, backend in self._candidates.items()}
-        name = next(name for name, backend in self._candidates.items() if backend is taken)
         asked = "auto takes " if self.name == "auto" else ""
         notes = [taken.note, *(f"not {other}: {why}" for other, why in refused.items() if why)]
         because = "; ".join(note for note in notes if note)
