@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lightning_moe.config import RouterConfig
+
 # A loss this far below 1, or below its value at the most even load so far, is more than noise of the scores.
 _FALL: Final = 0.02
 # Busiest expert over the mean from which a load is uneven; also how much worse than at its best it must have become.
@@ -87,9 +89,9 @@ def episodes(layers: Sequence[Sequence[LayerHealth]]) -> list[int]:
     return [number for number, entry in enumerate(zip(*layers, strict=True)) if alarm.begins(entry)]
 
 
-def can_be_fooled(*, bias_gamma: object, lb_loss_weight: object) -> bool:
-    """Whether a layer with these router options is to be judged: a loss may be at work, an unnamed one as well."""
-    return bias_gamma is None or bool(lb_loss_weight)
+def can_be_fooled(router: RouterConfig) -> bool:
+    """Whether a layer with these options is to be judged: a loss may be at work, an unnamed one as well."""
+    return router.bias_gamma is None or bool(router.lb_loss_weight)
 
 
 def warning(step: int, layers: Sequence[int], entry: Sequence[LayerHealth]) -> str:

@@ -222,12 +222,9 @@ class ExpertLoadMonitor(L.Callback):
                 logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _judged(self, health: Sequence[LayerHealth]) -> list[LayerHealth | None]:
-        routers = [layer.config.router for layer in self._layers]
         return [
-            seen
-            if can_be_fooled(bias_gamma=router.bias_gamma, lb_loss_weight=router.lb_loss_weight)
-            else None
-            for seen, router in zip(health, routers, strict=True)
+            seen if can_be_fooled(layer.config.router) else None
+            for seen, layer in zip(health, self._layers, strict=True)
         ]
 
     def _resume(self, trainer: L.Trainer) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from lightning_moe.callbacks.routing_history import HISTORY_FILE, read_history
+from lightning_moe.config import MoEConfig, RouterConfig, TransformerConfig, from_mapping
 from lightning_moe.report.routing import LayerRouting, read_layers
 from lightning_moe.report.series import EMPTY, Series
 
@@ -43,6 +44,21 @@ class Run:
         for name in path.split("."):
             node = node.get(name) if isinstance(node, Mapping) else None
         return node
+
+    @property
+    def routers(self) -> list[RouterConfig | None]:
+        """Of each layer in `routing`, its own options; None where `config.yaml` doesn't describe such a model."""
+        unknown: list[RouterConfig | None] = [None] * len(self.routing)
+        model = self.options.get("model")
+        if not isinstance(model, Mapping):
+            return unknown
+        try:
+            layers = from_mapping(TransformerConfig, model).layers
+        except (TypeError, ValueError):
+            return unknown
+        parts = [layer.feed_forward for layer in layers]
+        routers = [part.router for part in parts if isinstance(part, MoEConfig)]
+        return [*routers] if len(routers) == len(unknown) else unknown
 
     @property
     def silence(self) -> str:

@@ -171,14 +171,11 @@ def _balance(run: Run) -> Section:
 
 def _gerrymandering(run: Run) -> str:
     """A remark on what `ExpertLoadMonitor` warns of: found in the history, or, without one, in what was logged."""
-    router = {
-        name: run.option(f"model.moe.router.{name}") for name in ("bias_gamma", "lb_loss_weight")
-    }
     logged = run.series("train/gerrymandered_layers")
     layers = [
         health_by_entry(torch.from_numpy(layer.requested_SE), torch.from_numpy(layer.balance_S))
-        for layer in run.routing
-        if layer.balance_S is not None and can_be_fooled(**router)
+        for layer, router in zip(run.routing, run.routers, strict=True)
+        if layer.balance_S is not None and (router is None or can_be_fooled(router))
     ]
     if layers:
         begun = [int(run.routing[0].steps[entry]) for entry in episodes(layers)]

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from lightning_moe.cli import main
+from lightning_moe.config import (
+    LayerConfig,
+    MoEConfig,
+    RouterConfig,
+    TransformerConfig,
+    to_mapping,
+)
 from lightning_moe.report import read_run, run_page
 from tests.unit.report.run_folder import HISTORY, METRICS, make_run
 
@@ -207,9 +215,37 @@ def test_the_report_remarks_on_what_the_alarm_finds_in_the_history(tmp_path: Pat
     # A load above 1.5 times the mean with a loss just below 1 isn't suspicious to the alarm.
     fine = _watched([0.999] * 5, [uneven] * 5)
     assert "gerrymandering" not in _read(make_run(tmp_path, history=fine)).sections["balance"]
-    bias = "model: {moe: {router: {bias_gamma: 0.001, lb_loss_weight: null}}}"
-    page = _read(make_run(tmp_path, history=bad, config=bias))
-    assert "gerrymandering" not in page.sections["balance"]
+
+
+def _model(*routers: RouterConfig) -> str:
+    """Options of a model with these MoE layers, after a dense one."""
+    layers = {i: LayerConfig(moe=_moe(router)) for i, router in enumerate(routers, start=1)}
+    config = TransformerConfig(
+        vocab_size=11,
+        d_model=8,
+        num_layers=1 + len(routers),
+        dense_hidden_size=8,
+        layer_overrides=layers,
+    )
+    return yaml.safe_dump({"model": to_mapping(config)})
+
+
+def _moe(router: RouterConfig) -> MoEConfig:
+    return MoEConfig(num_experts=4, hidden_size=8, router=router)
+
+
+def test_the_report_judges_each_layer_by_its_own_options(tmp_path: Path) -> None:
+    even, uneven = [50_000] * 4, [80_000, 80_000, 20_000, 20_000]
+    bad = _watched([1.0, 1.0, 0.9, 0.9, 0.9], [even, even, uneven, uneven, uneven])
+    fine = {"requested_1": np.array([even] * 5), "balance_1": np.ones(5)}
+    # A layer that only its bias balances can't be fooled.
+    bias, loss = RouterConfig(bias_gamma=1e-3), RouterConfig(lb_loss_weight=0.1)
+    for routers, is_remarked in (((loss, bias), True), ((bias, loss), False)):
+        run = make_run(tmp_path, history=bad | fine, config=_model(*routers))
+        assert ("From step 49 on" in _read(run).sections["balance"]) == is_remarked
+    # Options of another model say nothing of this one.
+    page = _read(make_run(tmp_path, history=bad, config=_model(bias, bias)))
+    assert "From step 49 on" in page.sections["balance"]
 
 
 def test_without_a_history_the_report_remarks_on_what_the_alarm_logged(tmp_path: Path) -> None:
