@@ -35,7 +35,8 @@ class MoEPrecision(Precision):
 
     Raises:
         ValueError: if a value isn't one of these, or has no effect; in setup, if the module has no such layer, its
-            config asks for another backend, or a linear layer can't be converted or can't run in this precision here.
+            config asks for another backend, experts can't run on this one here, or a linear layer can't be converted
+            or can't run in this precision here.
         TypeError: if `emulate` or `fp8_only` isn't a bool.
     """
 
@@ -115,12 +116,13 @@ class MoEPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Autocast needs the type of the device, on which the module is by now, and linear layers must run there."""
+        """Autocast needs the type of the device, on which the module is by now; experts and linears must run there."""
         self._base = _plugin(self.precision, next(model.parameters()).device.type)
-        if self.linears is not None:
-            with self.forward_context():
-                account = self.linears.settle()
-            rank_zero_info(account)
+        with self.forward_context():
+            for experts in self._converted:
+                experts.backend.settle(experts.sizes())
+            if self.linears is not None:
+                rank_zero_info(self.linears.settle())
         return super().connect(model, optimizers, lr_schedulers)
 
     def forward_context(self) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_moe import FP8Config, MoEModule, MoEPrecision, OptimConfig
 from lightning_moe.config import MoEConfig
+from tests.e2e.own_modules import OwnModule
 from tests.e2e.runs import (
     History,
     make_batches,
@@ -119,6 +120,16 @@ def test_what_a_backend_cannot_run_is_refused_before_the_first_batch(
     module.moe_layers[0].router.register_forward_pre_hook(lambda *call: calls.append(call))
     with pytest.raises(ValueError, match=rf"model\.moe\.backend={backend} can't.*{reason}"):
         _fit(tmp_path, module, precision=precision)
+    assert calls == []
+
+
+def test_the_plugin_refuses_a_users_own_module_before_the_first_batch(tmp_path: Path) -> None:
+    module = OwnModule()
+    calls: list[object] = []
+    module.moe.router.register_forward_pre_hook(lambda *call: calls.append(call))
+    trainer = make_trainer(tmp_path, plugins=[MoEPrecision("mxfp8")])
+    with pytest.raises(ValueError, match=r"^MoEPrecision experts=mxfp8 can't run"):
+        trainer.fit(module, make_loader(BATCHES))
     assert calls == []
 
 
