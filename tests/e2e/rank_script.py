@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_moe import ExpertParallelStrategy
+from lightning_moe import ExpertParallelStrategy, TokenBatch
 from tests.distributed.lightning_ranks import Resumable, batches, make_module, make_trainer
 
 FAULT_STEP = 4
@@ -24,7 +24,10 @@ SIGNALS = {
 
 
 class Fault(L.Callback):
-    """`raise@1`: rank 1 raises before step 4; `term@0`: rank 0 is sent SIGTERM in the middle of it; and so on."""
+    """`raise@1`: rank 1 raises before step 4; `term@0`: rank 0 is sent SIGTERM in the middle of it; and so on.
+
+    `grow@1`: rank 1 gets twice as many tokens in that step.
+    """
 
     def __init__(self, fault: str, folder: Path) -> None:
         self.kind, _, rank = fault.partition("@")
@@ -39,6 +42,8 @@ class Fault(L.Callback):
         (self.folder / "fault").write_text(str(time.time()))
         if self.kind == "raise":
             raise ValueError("the first cause")
+        if self.kind == "grow":
+            return
         os.kill(os.getpid(), SIGNALS[self.kind])
         time.sleep(0.2)
 
@@ -57,11 +62,14 @@ def main() -> None:
     callbacks: list[L.Callback] = [Fault(fault, Path(folder))]
     if "saver" in keywords:
         callbacks.append(OnExceptionCheckpoint(folder, "exception"))
+    dispatcher = keywords.get("dispatcher", "all_to_all")
+    strategy = ExpertParallelStrategy(
+        dispatcher=dispatcher,  # type: ignore[arg-type]  # as given
+        timeout=float(keywords.get("timeout", 60)),
+    )
     trainer = make_trainer(
         world,
-        ExpertParallelStrategy(timeout=float(keywords.get("timeout", 60)))
-        if "strategy" not in keywords
-        else keywords["strategy"],
+        keywords.get("strategy", strategy),
         callbacks=callbacks,
         enable_checkpointing="saver" in keywords,
         max_steps=int(keywords.get("steps", 8)),
@@ -69,7 +77,11 @@ def main() -> None:
         num_nodes=int(keywords.get("nodes", 1)),
     )
     module = make_module().double()
-    data = Resumable(batches(trainer.global_rank, world), batch_size=None)
+    own = batches(trainer.global_rank, world)
+    if fault == f"grow@{trainer.global_rank}":
+        ids, labels = own[FAULT_STEP].ids_BS, own[FAULT_STEP].labels_BS
+        own[FAULT_STEP] = TokenBatch(ids_BS=ids.repeat(2, 1), labels_BS=labels.repeat(2, 1))
+    data = Resumable(own, batch_size=None)
     trainer.fit(module, data, ckpt_path=keywords.get("ckpt"))
     weights = sum(p.double().abs().sum().item() for p in module.parameters())
     result = {"step": trainer.global_step, "rank": trainer.global_rank, "weights": weights}

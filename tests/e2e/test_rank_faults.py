@@ -34,6 +34,16 @@ def test_an_error_on_one_rank_ends_all_and_is_seen(
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
+def test_a_batch_too_large_for_static_dispatch_on_one_rank_ends_all_and_is_named(
+    tmp_path: Path,
+) -> None:
+    # The others wait for its rows; they need not wait for the timeout.
+    ended = run_script(tmp_path, "grow@1", "dispatcher=static", "timeout=60")
+    _assert_over(ended, 1)
+    assert f"[rank 1] RuntimeError at step {FAULT_STEP}: a micro-batch of 64 tokens" in ended.said
+    assert "larger than the 32 that strategy.dispatcher=static was set up for" in ended.said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sigterm_to_any_rank_stops_all_after_the_step_and_the_run_resumes_exactly(
     tmp_path: Path, rank: int
