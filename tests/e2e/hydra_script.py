@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import hydra
+import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,19 @@ from tests.distributed.lightning_ranks import Module, batches, make_module, make
 OmegaConf.register_new_resolver(
     "draw", lambda: random.SystemRandom().random(), use_cache=True, replace=True
 )
+
+
+class Told(L.Callback):
+    """Writes what each rank of a run from the command line was given."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        folder = Path(trainer.default_root_dir)
+        told = {
+            "lr": pl_module.hparams["optim"]["lr"],
+            "folder": str(folder),
+            "world": trainer.world_size,
+        }
+        (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
 
 
 class Drawn(Module):

@@ -37,3 +37,33 @@ def test_each_job_of_a_users_script_has_its_own_options_on_every_rank(tmp_path: 
         assert first["lr"] == rate
         drawn.append(first["drawn"])
     assert drawn[0] != drawn[1]
+
+
+def test_each_job_of_the_command_line_trains_on_two_ranks_with_its_own_options(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "runs").mkdir()
+    text = tmp_path / "texts" / "train.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    jobs = _sweep(
+        tmp_path / "runs",
+        *("-m", "lightning_moe", "train", "-m", "experiment=tiny_ep2_cpu"),
+        *(f"data.paths=[{text}]", "data.val_fraction=0.5", "data.sequence_length=8"),
+        *("data.batch_size=2", "model.d_model=16", "model.num_layers=2"),
+        *("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=1"),
+        *(
+            "optim.schedule=constant",
+            "optim.warmup=0",
+            "optim.decay=0",
+            "trainer.num_sanity_val_steps=0",
+        ),
+        *("optim.lr=0.01,0.02", "+callbacks.told._target_=tests.e2e.hydra_script.Told"),
+    )
+    assert [job.name for job in jobs] == ["0", "1"]
+    for job, rate in zip(jobs, (0.01, 0.02), strict=True):
+        first, second = (json.loads((job / f"rank-{rank}.json").read_text()) for rank in range(2))
+        assert first == second == {"lr": rate, "folder": str(job), "world": 2}
+        assert (job / "checkpoints" / "last.ckpt").is_dir()
+        assert (job / "metrics.csv").is_file()
+        assert f"lr: {rate}" in (job / "config.yaml").read_text()
