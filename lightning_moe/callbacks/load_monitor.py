@@ -165,7 +165,7 @@ class ExpertLoadMonitor(L.Callback):
         if not self._steps_left:
             self._steps_left = self._every
             entry = self._end_entry(trainer, trainer.global_step)
-            self._log(trainer, pl_module, entry, {"load_max_over_mean": ratios.cpu()})
+            self._log(trainer, entry, {"load_max_over_mean": ratios.cpu()})
 
     def on_train_batch_end(
         self,
@@ -189,13 +189,7 @@ class ExpertLoadMonitor(L.Callback):
             append_entry(self._entries, entry)
         return entry
 
-    def _log(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        entry: Entry,
-        of_step: dict[str, Tensor],
-    ) -> None:
+    def _log(self, trainer: L.Trainer, entry: Entry, of_step: dict[str, Tensor]) -> None:
         assert self._sums is not None
         values = layer_values(entry, [layer.config.router.top_k for layer in self._layers])
         if not self._sums.drops:
@@ -213,11 +207,11 @@ class ExpertLoadMonitor(L.Callback):
             if self._watch.begins(self._judged(health)):
                 rank_zero_warn(warning(trainer.global_step, self._watch.suspicious, health))
             by_key["gerrymandered_layers"] = float(len(self._watch.suspicious))
-        logged = {f"train/{key}": value for key, value in by_key.items()}
-        pl_module.log_dict(logged, logger=False)
-        # Through the module they would be repeated at every later step that is logged.
+        logged = {f"train/{key}": torch.as_tensor(value) for key, value in by_key.items()}
+        # Through the module they would be handled, and repeated to loggers, at every later step.
+        trainer.callback_metrics.update(logged)
         if self._log_every:
-            numbers = {key: float(value) for key, value in logged.items()}
+            numbers = {key: value.item() for key, value in logged.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

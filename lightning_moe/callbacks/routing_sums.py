@@ -35,7 +35,7 @@ class LayerTotals:
 class RoutingSums:
     """Adds up records as they come; a step counts once `end_step` says so.
 
-    Everything is kept flat: a few operations per micro-batch, however many layers there are.
+    Everything is one flat tensor: a few operations per micro-batch and step, however many layers there are.
 
     Args:
         num_experts: of each layer.
@@ -56,21 +56,20 @@ class RoutingSums:
         self.world = world
         self.drops = False
         self._device = device
-        self._sums = self._zeros()
-        self._step = self._zeros()
+        num_layers, all_experts = len(self.num_experts), sum(self.num_experts)
+        self._sizes = {"kept": all_experts, "scores": all_experts, "lost": num_layers}
+        self._sizes["confidence"] = 4 * num_layers
+        self._sums, self._step = self._zeros(), self._zeros()
 
-    def _zeros(self) -> dict[str, Tensor]:
-        num_layers, num_experts = len(self.num_experts), sum(self.num_experts)
-        sizes = {"kept": num_experts, "scores": num_experts, "lost": num_layers}
-        sizes["confidence"] = 4 * num_layers
-        return {
-            name: torch.zeros(size, dtype=torch.float64, device=self._device)
-            for name, size in sizes.items()
-        }
+    def _zeros(self) -> Tensor:
+        return torch.zeros(sum(self._sizes.values()), dtype=torch.float64, device=self._device)
+
+    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self._sizes, flat.split(list(self._sizes.values())), strict=True))
 
     def observe(self, records: Sequence[Routing]) -> None:
         """Add one micro-batch."""
-        step = self._step
+        step = self._parts(self._step)
         step["kept"] += torch.cat([record.kept_E for record in records])
         step["scores"] += torch.cat([record.score_sums_E.detach() for record in records])
         # Some layers may have a dispatcher that drops, or a router that traces, and others none.
@@ -89,28 +88,27 @@ class RoutingSums:
     def end_step(self, *, keep: bool) -> None:
         """Add the step to the sums, or forget it where it was computed before."""
         if keep:
-            for name, part in self._step.items():
-                self._sums[name] += part
-        for part in self._step.values():
-            part.zero_()
+            self._sums += self._step
+        self._step.zero_()
 
     def pack(self) -> Float[Tensor, " _"]:
         """Everything in one float64 vector, to be summed over ranks; starts anew."""
         loads = torch.zeros(
             len(self.num_experts), self.world, dtype=torch.float64, device=self._device
         )
-        for layer, kept in enumerate(self._sums["kept"].split(self.num_experts)):
+        kept_of_layers = self._parts(self._sums)["kept"].split(self.num_experts)
+        for layer, kept in enumerate(kept_of_layers):
             loads[layer, self.expert_ranks] = rank_loads(
                 kept.long(), len(self.expert_ranks)
             ).double()
-        packed = torch.cat([*self._sums.values(), loads.flatten()])
+        packed = torch.cat([self._sums, loads.flatten()])
         self._sums = self._zeros()
         return packed
 
     def unpack(self, packed: Float[Tensor, " _"]) -> list[LayerTotals]:
         """What a sum over ranks of `pack` says of each layer."""
-        num_layers, num_experts = len(self.num_experts), sum(self.num_experts)
-        sizes = [num_experts, num_experts, num_layers, 4 * num_layers, num_layers * self.world]
+        num_layers = len(self.num_experts)
+        sizes = [*self._sizes.values(), num_layers * self.world]
         kept, scores, lost, confidence, loads = packed.cpu().split(sizes)
         rows: Iterable[tuple[Tensor, ...]] = zip(
             kept.long().split(self.num_experts),

@@ -8,6 +8,7 @@ import math
 import pickle
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -51,6 +52,23 @@ def test_an_entry_adds_up_the_steps_since_the_one_before(tmp_path: Path) -> None
         "rank_load_0",
         "lost_tokens_0",
     }
+
+
+class _Handled(L.Callback):
+    """The names that the Trainer handles at every step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        self.names = " ".join(trainer.fit_loop._results)
+
+
+def test_the_trainer_does_not_handle_an_entry_again_at_later_steps(tmp_path: Path) -> None:
+    handled = _Handled()
+    history = fit(
+        tmp_path, Scripted(RECORDS), 2, callbacks=[ExpertLoadMonitor(every_n_steps=1), handled]
+    )
+    assert "train/load_max_over_mean" in handled.names
+    assert "train/load_max_over_mean/layer_0" not in handled.names
+    assert "train/load_max_over_mean/layer_0" in history.steps[1]
 
 
 def test_what_is_logged_of_an_entry(tmp_path: Path) -> None:
