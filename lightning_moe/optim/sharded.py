@@ -125,11 +125,12 @@ class ShardedState:
             release_(weight)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Bring them back; all replicas call it."""
+    def restore(self, device: torch.device | None = None) -> None:
+        """Bring them back, to another device if one is given; all replicas call it."""
         for name in self.released:
-            restore_(self.layout.parameters[name], self.gathered(name))
+            weight = self.layout.parameters[name]
             self._stores[name].let_go()
+            restore_(weight, self.gathered(name).to(device or weight.device))
 
     @torch.no_grad()
     def gathered(self, name: str) -> Tensor:

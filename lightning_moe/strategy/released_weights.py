@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
@@ -96,10 +97,13 @@ class ReleasedWeights(FolderCheckpoints):
             sharded.release()
 
     def teardown(self) -> None:
-        """Bring the weights back; a rank that fails alone can only if it holds whole masters."""
+        """Bring the weights back; a rank that fails alone can only if it holds whole masters.
+
+        They go where the module goes now: all at once might not fit beside masters and moments.
+        """
         sharded = self.sharded
         if sharded is not None and (self.failing is None or sharded.layout.mesh.ep_dp.size == 1):
-            sharded.restore()
+            sharded.restore(torch.device("cpu"))
         super().teardown()
 
 

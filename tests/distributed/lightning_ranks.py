@@ -46,6 +46,8 @@ def torchrun_variables(rank: int, world: int) -> dict[str, str]:
 
 def join_lightning(rank: int, world: int) -> None:
     """Make this rank look like a process of torchrun, and Lightning quiet."""
+    # Else Lightning gives a single rank all cores, whose threads wait for each other on a busy machine.
+    os.environ["OMP_NUM_THREADS"] = "1"
     if world > 1:
         os.environ |= torchrun_variables(rank, world)
     # Lightning's advice to users would bury what a failing rank says.
