@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     class _Context(Context):
         recipe: "Recipe"
         dtypes: tuple[torch.dtype, torch.dtype]
+        weights_back: tuple[Quantized, Quantized]
 
 else:
     _Context = Context
@@ -204,9 +205,11 @@ class _QuantizedExperts(torch.autograd.Function):
         rows, up_gate, up_gate_back, down_back, down = _pairs(flat)
         packed_RP = recipe.matmul(rows, up_gate, counts_L, rows_RW.dtype)
         hidden = recipe.quantize(_swiglu(packed_RP))
-        # Backward works with the codes: a weight may change before it.
+        # Backward works with the codes: a weight may change before it. They aren't saved as activations are, whose
+        # hooks may copy them elsewhere: the stores have them anyway.
         ctx.recipe, ctx.dtypes = recipe, (w_up_gate.dtype, w_down.dtype)
-        ctx.save_for_backward(counts_L, packed_RP, *_flat(rows, up_gate_back, down_back))
+        ctx.weights_back = up_gate_back, down_back
+        ctx.save_for_backward(counts_L, packed_RP, *_flat(rows))
         return recipe.matmul(hidden, down, counts_L, rows_RW.dtype)
 
     @staticmethod
@@ -214,8 +217,9 @@ class _QuantizedExperts(torch.autograd.Function):
     def backward(ctx: _Context, grad_RW: Tensor) -> tuple[Tensor | None, ...]:
         recipe = ctx.recipe
         up_gate_dtype, down_dtype = ctx.dtypes
+        up_gate_back, down_back = ctx.weights_back
         counts_L, packed_RP, *flat = ctx.saved_tensors
-        rows, up_gate_back, down_back = _pairs(flat)
+        (rows,) = _pairs(flat)
         dtype = grad_RW.dtype
         grad_rows = grad_up_gate = grad_down = None
         if ctx.needs_input_grad[4]:

@@ -440,6 +440,23 @@ def test_copies_have_stores_of_their_own() -> None:
         assert torch.equal(_forward(experts), out)
 
 
+@BACKENDS
+def test_codes_of_weights_are_not_saved_as_activations(
+    backend: str, generator: torch.Generator
+) -> None:
+    experts = _experts(backend, 2)
+    rows = torch.randn(6, WIDTH, generator=generator, requires_grad=True)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor.numel()), tensor)[1], lambda tensor: tensor
+    ):
+        out = experts(rows, torch.tensor([4, 2]))
+    # Counts, [up; gate], and codes and scales of the rows: offloading, say, moves nothing else.
+    per_row = WIDTH // 32 if backend == "mxfp8" else 1
+    assert sorted(saved) == sorted([2, 6 * 2 * HIDDEN, 6 * WIDTH, 6 * per_row])
+    out.sum().backward()
+
+
 def test_a_weight_changed_before_backward_does_not_change_its_gradients() -> None:
     experts = _experts("mxfp8", 2)
     rows = torch.ones(3, WIDTH, requires_grad=True)
