@@ -10,11 +10,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from lightning_moe import MoEModule
+from lightning_moe import ExpertParallelStrategy, MoEModule
 from lightning_moe.config import (
     AttentionConfig,
     Compile,
@@ -28,6 +29,7 @@ from lightning_moe.config import (
 from lightning_moe.nn import MoETransformer, Routing, balance_loss, z_loss
 from lightning_moe.precision import LinearRecipe
 from lightning_moe.strategy.linears import LinearSwap
+from tests.distributed import lightning_ranks
 from tests.distributed.layers import connect, spread
 from tests.e2e.runs import make_batches, make_loader, make_trainer, tiny_config
 from tests.ranks import run_ranks
@@ -186,13 +188,66 @@ def _rank(rank: int, world: int) -> dict[str, Any]:
     return facts
 
 
+class _Save(L.Callback):
+    """Saves in the middle of the epoch, after two of four steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.fit_loop.batch_idx == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def _train_exact(
+    rank: int, world: int, way: str, save: Path | None = None, load: Path | None = None
+) -> list[Tensor]:
+    """This rank's weights after four steps of two micro-batches, with noise in the choice of experts."""
+    torch._dynamo.reset()
+    small = lightning_ranks.config()
+    assert small.moe is not None
+    router = replace(small.moe.router, lb_loss_scope="exact", lb_loss_weight=1.0, jitter_eps=0.2)
+    torch.manual_seed(0 if load is None else 5)
+    module = lightning_ranks.Module(
+        replace(small, compile=way, moe=replace(small.moe, router=router))
+    )
+    trainer = lightning_ranks.make_trainer(
+        world,
+        ExpertParallelStrategy(world),
+        max_steps=4,
+        accumulate_grad_batches=2,
+        precision="32-true",
+        callbacks=[] if save is None else [_Save(save)],
+    )
+    trainer.fit(module, lightning_ranks.loader(rank, world), ckpt_path=load)
+    assert trainer.global_step == 4
+    return [value.clone() for value in module.state_dict().values()]
+
+
+def _exact(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """The balance scope that looks ahead: a resumed run against a straight one, and compiled against not."""
+    lightning_ranks.join_lightning(rank, world)
+    straight, resumed_apart = {}, {}
+    for way in ("none", "aot_eager"):
+        straight[way] = _train_exact(rank, world, way, save=folder / way)
+        resumed = _train_exact(rank, world, way, load=folder / way)
+        resumed_apart[way] = apart(resumed, straight[way])
+    return {
+        "resumed_apart": resumed_apart,
+        "compiled_apart": apart(straight["aot_eager"], straight["none"]),
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        exact = run_ranks(_exact, 2, Path(folder), timeout_s=300)
     print(
         json.dumps(
             {
                 "one": _one_process(),
                 "ranks": run_ranks(_rank, 2, timeout_s=300),
+                "exact": exact,
                 "logged": _logged(),
             }
         )
