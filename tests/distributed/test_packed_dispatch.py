@@ -94,7 +94,7 @@ def _changes_nothing(rank: int, world: int, dispatcher: str, backend: str) -> No
         cases["overfull"] = (overfull, {"capacity_factor": 1.0})
     for name, (rows, options) in cases.items():
         case = _in(backend, rows)
-        for dtype, autocast in TYPES if name == "latent, shared" else TYPES[:1]:
+        for dtype, autocast in TYPES if name == "plain" else TYPES[:1]:
             x, mix = case.tokens_of(rank, dtype)
             if name == "not finite":
                 x[0, 3], x[1, 5] = torch.nan, torch.inf

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_moe.config import (
     FP8Config,
-    LatentMoEConfig,
     MoEConfig,
     RouterConfig,
     SharedExpertConfig,
@@ -61,10 +60,8 @@ def _step(layer: MoE, x: Tensor, *, recompute: bool = False) -> list[Tensor]:
 def test_quantizing_tokens_first_changes_no_bit_of_outputs_and_gradients(
     backend: str, num_tokens: int, dtype: torch.dtype, autocast: bool, generator: torch.Generator
 ) -> None:
-    options = {
-        "latent": LatentMoEConfig(latent_dim=32),
-        "shared": SharedExpertConfig(hidden_size=5),
-    }
+    # Without a latent projection, which autocast would give the type of the experts before them.
+    options = {"shared": SharedExpertConfig(hidden_size=5)}
     x = torch.randn(num_tokens, WIDTH, generator=generator).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         expected = _step(_packs_nothing(_layer(backend, **options).to(dtype)), x)
@@ -126,6 +123,11 @@ def test_rows_beside_bytes_have_no_memory_and_are_nan() -> None:
     assert sent.rows_RW.shape == (3, 7)
     assert sent.rows_RW.isnan().all()
     assert sent.rows_RW.untyped_storage().nbytes() == 4
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sent = _dispatched(torch.zeros(3, 7), sent.packed_RZ, [[0], [1], [1]])
+    # The type that experts compute in: a cast would give them memory.
+    assert sent.rows_RW.dtype == torch.bfloat16
+    assert sent.rows_RW.untyped_storage().nbytes() == 2
 
 
 def test_rows_that_travel_as_they_are_arrive_alone() -> None:
