@@ -1,7 +1,5 @@
 """Experts in eight bits, emulated: against float64 arithmetic on what their codes stand for."""
 
-import copy
-import pickle
 from dataclasses import replace
 
 import jaxtyping
@@ -16,8 +14,6 @@ from lightning_moe.nn import Experts, MoE
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.expert_backend import ExpertSizes
 from lightning_moe.precision import (
-    Quantized,
-    WeightStore,
     dequantize,
     mxfp8_backend,
     quantize_mxfp8,
@@ -25,18 +21,16 @@ from lightning_moe.precision import (
     rowwise_backend,
 )
 from tests.unit.nn.randomized import randomized
+from tests.unit.precision.eight_bits import (
+    BACKENDS,
+    EMULATED,
+    HIDDEN,
+    WIDTH,
+    eight_bit_experts,
+    outputs_and_gradients,
+)
 
-EMULATED = FP8Config(emulate=True)
 QUANTIZE = {"mxfp8": quantize_mxfp8, "fp8_rowwise": quantize_rowwise}
-BACKENDS = pytest.mark.parametrize("backend", list(QUANTIZE))
-WIDTH, HIDDEN = 64, 32
-
-
-def _experts(
-    backend: str, num_experts: int, *, seed: int = 0, fp8: FP8Config = EMULATED
-) -> Experts:
-    config = MoEConfig(num_experts=num_experts, hidden_size=HIDDEN, backend=backend, fp8=fp8)
-    return randomized(Experts(WIDTH, config), torch.Generator().manual_seed(seed), std=0.2)
 
 
 def _twin(experts: Experts, backend: str) -> Experts:
@@ -45,13 +39,6 @@ def _twin(experts: Experts, backend: str) -> Experts:
     twin = Experts(WIDTH, config)
     twin.load_state_dict(experts.state_dict())
     return twin
-
-
-def _run(experts: Experts, rows: Tensor, counts: list[int], upstream: Tensor) -> list[Tensor]:
-    """Output and the gradients of rows, w_up_gate and w_down."""
-    leaves = [rows.clone().requires_grad_(), experts.w_up_gate, experts.w_down]
-    out = experts(leaves[0], torch.tensor(counts))
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 def _reference(
@@ -84,10 +71,10 @@ def _reference(
 def test_outputs_and_gradients_are_products_of_rounded_values(
     backend: str, counts: list[int], generator: torch.Generator
 ) -> None:
-    experts = _experts(backend, len(counts))
+    experts = eight_bit_experts(backend, len(counts))
     rows = torch.randn(sum(counts), WIDTH, generator=generator)
     upstream = torch.randn(sum(counts), WIDTH, generator=generator)
-    ours = _run(experts, rows, counts, upstream)
+    ours = outputs_and_gradients(experts, rows, counts, upstream)
     for got, wanted in zip(ours, _reference(experts, rows, counts, upstream, backend), strict=True):
         # float32 sums: 1e-5 of values near 1.
         torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-5)
@@ -101,11 +88,13 @@ def test_outputs_and_gradients_are_products_of_rounded_values(
 )
 def test_eight_bits_stay_near_float64(counts: list[int], backend: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    experts = _experts(backend, len(counts), seed=seed)
+    experts = eight_bit_experts(backend, len(counts), seed=seed)
     rows = torch.randn(sum(counts), WIDTH, generator=generator)
     upstream = torch.randn(sum(counts), WIDTH, generator=generator)
-    ours = _run(experts, rows, counts, upstream)
-    exact = _run(_twin(experts, "loop").double(), rows.double(), counts, upstream.double())
+    ours = outputs_and_gradients(experts, rows, counts, upstream)
+    exact = outputs_and_gradients(
+        _twin(experts, "loop").double(), rows.double(), counts, upstream.double()
+    )
     for got, wanted in zip(ours, exact, strict=True):
         error = (got.double() - wanted).norm() / wanted.norm().clamp(min=1e-9)
         # A code is off by 2.6 % in the mean square; up to nine roundings meet in a result, and add up in squares.
@@ -115,16 +104,16 @@ def test_eight_bits_stay_near_float64(counts: list[int], backend: str, seed: int
 @BACKENDS
 def test_each_expert_is_as_if_alone_exactly(backend: str, generator: torch.Generator) -> None:
     counts = [44, 0, 1, 31, 32, 33]
-    experts = _experts(backend, len(counts))
+    experts = eight_bit_experts(backend, len(counts))
     rows = torch.randn(sum(counts), WIDTH, generator=generator)
     rows[44] = 1e4
     upstream = torch.randn(sum(counts), WIDTH, generator=generator)
-    together = _run(experts, rows, counts, upstream)
+    together = outputs_and_gradients(experts, rows, counts, upstream)
     for e, (own_rows, own_upstream) in enumerate(
         zip(rows.split(counts), upstream.split(counts), strict=True)
     ):
         alone = [len(own_rows) if other == e else 0 for other in range(len(counts))]
-        got = _run(experts, own_rows, alone, own_upstream)
+        got = outputs_and_gradients(experts, own_rows, alone, own_upstream)
         assert torch.equal(got[2][e], together[2][e])
         assert torch.equal(got[3][e], together[3][e])
         if not len(own_rows):
@@ -137,12 +126,12 @@ def test_each_expert_is_as_if_alone_exactly(backend: str, generator: torch.Gener
 def test_tiny_and_huge_inputs_give_finite_results(
     backend: str, size: float, generator: torch.Generator
 ) -> None:
-    experts = _experts(backend, 2)
+    experts = eight_bit_experts(backend, 2)
     rows = torch.randn(5, WIDTH, generator=generator)
     rows[2, 3] *= size
     rows[3] *= size
     rows[4] = 0.0
-    out = _run(experts, rows, [2, 3], torch.ones(5, WIDTH))
+    out = outputs_and_gradients(experts, rows, [2, 3], torch.ones(5, WIDTH))
     assert all(tensor.isfinite().all() for tensor in out)
     assert not out[0][4].any()
 
@@ -152,11 +141,11 @@ def test_tiny_and_huge_inputs_give_finite_results(
 def test_a_bad_row_spoils_no_other_row(
     backend: str, bad: float, generator: torch.Generator
 ) -> None:
-    experts = _experts(backend, 2)
+    experts = eight_bit_experts(backend, 2)
     rows = torch.randn(5, WIDTH, generator=generator)
-    clean = _run(experts, rows, [3, 2], torch.ones(5, WIDTH))
+    clean = outputs_and_gradients(experts, rows, [3, 2], torch.ones(5, WIDTH))
     rows[1, 40] = bad
-    out = _run(experts, rows, [3, 2], torch.ones(5, WIDTH))
+    out = outputs_and_gradients(experts, rows, [3, 2], torch.ones(5, WIDTH))
     others = [0, 2, 3, 4]
     assert not out[0][1].isfinite().all()
     assert torch.equal(out[0][others], clean[0][others])
@@ -168,10 +157,10 @@ def test_a_bad_row_spoils_no_other_row(
 def test_rows_in_bfloat16_and_weights_in_float32_train_together(
     backend: str, generator: torch.Generator
 ) -> None:
-    experts = _experts(backend, 2)
+    experts = eight_bit_experts(backend, 2)
     rows = torch.randn(5, WIDTH, generator=generator)
     upstream = torch.randn(5, WIDTH, generator=generator)
-    wide = _run(experts, rows, [2, 3], upstream)
+    wide = outputs_and_gradients(experts, rows, [2, 3], upstream)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = experts(rows, torch.tensor([2, 3]))
     out.backward(upstream.bfloat16())
@@ -183,7 +172,7 @@ def test_rows_in_bfloat16_and_weights_in_float32_train_together(
 
 @BACKENDS
 def test_only_the_wanted_gradients_are_computed(backend: str) -> None:
-    experts = _experts(backend, 2)
+    experts = eight_bit_experts(backend, 2)
     experts.w_up_gate.requires_grad_(False)
     rows = torch.ones(3, WIDTH)
     experts(rows, torch.tensor([1, 2])).sum().backward()
@@ -244,14 +233,14 @@ def test_the_device_decides_by_its_capability(
 
 
 def test_experts_refuse_before_any_arithmetic_and_name_the_option() -> None:
-    experts = _experts("mxfp8", 2, fp8=FP8Config())
+    experts = eight_bit_experts("mxfp8", 2, fp8=FP8Config())
     with pytest.raises(ValueError, match=r"model\.moe\.backend=mxfp8 can't.*the device is cpu"):
         experts(torch.ones(3, WIDTH), torch.tensor([1, 2]))
 
 
 @BACKENDS
 def test_recomputation_changes_nothing_exactly(backend: str, generator: torch.Generator) -> None:
-    experts = _experts(backend, 2)
+    experts = eight_bit_experts(backend, 2)
     rows = torch.randn(5, WIDTH, generator=generator, requires_grad=True)
     counts = torch.tensor([2, 3])
     leaves = [rows, *experts.parameters()]
@@ -277,174 +266,11 @@ def test_the_compiler_goes_around_eight_bits(
     torch.testing.assert_close(compiled, eager)
 
 
-# ---- the stores ------------------------------------------------------------------------------------------------
-
-
-class _Counted:
-    """A quantizer that counts its calls on weights."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, values: Tensor) -> Quantized:
-        """Quantize and count."""
-        self.calls += values.dim() == 3
-        return quantize_mxfp8(values)
-
-
-@pytest.fixture
-def counted() -> tuple[Experts, _Counted]:
-    experts, count = _experts("mxfp8", 2), _Counted()
-    store = experts.backend.settle(experts.sizes()).down
-    store._quantize = count
-    return experts, count
-
-
-def _forward(experts: Experts) -> Tensor:
-    return experts(torch.ones(3, WIDTH), torch.tensor([1, 2]))
-
-
-def _plain(experts: Experts) -> Tensor:
-    """What a store made just now would give."""
-    fresh = _experts("mxfp8", 2)
-    fresh.load_state_dict(experts.state_dict())
-    return _forward(fresh)
-
-
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_weights_are_quantized_once_per_optimizer_step(
-    kind: type[torch.optim.Optimizer],
-    options: dict[str, bool],
-    counted: tuple[Experts, _Counted],
-) -> None:
-    experts, count = counted
-    optimizer = kind(experts.parameters(), lr=0.1, **options)
-    for _ in range(3):
-        for _ in range(4):
-            out = _forward(experts)
-            assert torch.equal(out, _plain(experts))
-            out.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert count.calls == 2 * 3
-
-
-@torch.no_grad()
-def _changed_in_place(experts: Experts) -> None:
-    experts.w_down.mul_(2)
-
-
-def _loaded(experts: Experts) -> None:
-    experts.load_state_dict({name: 2 * value for name, value in experts.state_dict().items()})
-
-
-def _assigned(experts: Experts) -> None:
-    state = {name: 2 * value for name, value in experts.state_dict().items()}
-    experts.load_state_dict(state, assign=True)
-
-
-def _cast(experts: Experts) -> None:
-    experts.to(torch.bfloat16).to(torch.float32)
-
-
-def _swapped_for_evaluation(experts: Experts) -> None:
-    experts.w_down.data.copy_(2 * experts.w_down.data)
-    experts.eval()
-
-
-def _kept(experts: Experts) -> None:
-    experts.w_down.data = experts.w_down.data * 3
-
-
-@pytest.mark.parametrize(
-    "change", [_changed_in_place, _loaded, _assigned, _cast, _swapped_for_evaluation, _kept]
-)
-def test_changed_weights_are_quantized_anew(
-    change: object, counted: tuple[Experts, _Counted]
-) -> None:
-    experts, count = counted
-    _forward(experts)
-    before = count.calls
-    change(experts)
-    assert torch.equal(_forward(experts), _plain(experts))
-    assert count.calls == before + 2
-
-
-def test_another_tensor_in_the_same_memory_is_quantized_anew() -> None:
-    store, weight = WeightStore(quantize_mxfp8), torch.ones(2, 32, 32)
-    store.layouts(weight)
-    weight.data.mul_(2)
-    successor = weight.data
-    assert (successor.data_ptr(), successor._version) == (weight.data_ptr(), weight._version)
-    assert dequantize(store.layouts(successor)[0])[0, 0, 0].item() == 2.0
-
-
-def test_each_evaluation_looks_at_the_weights_again() -> None:
-    experts = _experts("mxfp8", 2).eval()
-    first = _forward(experts)
-    experts.w_down.data.mul_(2)
-    experts.eval()
-    assert not torch.equal(_forward(experts), first)
-    assert torch.equal(_forward(experts), _plain(experts))
-
-
-def test_weights_swapped_back_after_evaluation_are_quantized_anew() -> None:
-    experts = _experts("mxfp8", 2)
-    wanted, own = _forward(experts), experts.w_down.detach().clone()
-    experts.eval()
-    experts.w_down.data.copy_(2 * own)
-    assert not torch.equal(_forward(experts), wanted)
-    experts.w_down.data.copy_(own)
-    # As Lightning does after validation, going around `train`.
-    experts.training = True
-    assert torch.equal(_forward(experts), wanted)
-
-
-def test_what_validation_has_quantized_serves_training() -> None:
-    experts = _experts("mxfp8", 2)
-    with torch.inference_mode():
-        _forward(experts)
-    _forward(experts).sum().backward()
-    assert experts.w_down.grad.any()
-
-
-def test_weights_made_in_inference_mode_are_quantized_each_time() -> None:
-    with torch.inference_mode():
-        experts = _experts("mxfp8", 2)
-        first = _forward(experts)
-        experts.w_down.mul_(2)
-        assert not torch.equal(_forward(experts), first)
-
-
-def test_stores_take_2_06_bytes_per_weight_and_no_place_in_a_checkpoint() -> None:
-    experts = _experts("mxfp8", 3)
-    names = set(experts.state_dict())
-    backend = experts.backend.settle(experts.sizes())
-    assert backend.up_gate.nbytes == backend.down.nbytes == 0
-    experts(torch.ones(3, WIDTH), torch.tensor([1, 2, 0]))
-    weights = sum(parameter.numel() for parameter in experts.parameters())
-    assert backend.up_gate.nbytes + backend.down.nbytes == 2 * 33 / 32 * weights
-    assert set(experts.state_dict()) == names == {"w_up_gate", "w_down"}
-    assert len(pickle.dumps(experts)) < 4.5 * weights
-
-
-def test_copies_have_stores_of_their_own() -> None:
-    experts = _experts("mxfp8", 2)
-    out = _forward(experts)
-    for twin in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
-        assert torch.equal(_forward(twin), out)
-        with torch.no_grad():
-            twin.w_down.zero_()
-        assert not _forward(twin).any()
-        assert torch.equal(_forward(experts), out)
-
-
 @BACKENDS
 def test_codes_of_weights_are_not_saved_as_activations(
     backend: str, generator: torch.Generator
 ) -> None:
-    experts = _experts(backend, 2)
+    experts = eight_bit_experts(backend, 2)
     rows = torch.randn(6, WIDTH, generator=generator, requires_grad=True)
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -458,7 +284,7 @@ def test_codes_of_weights_are_not_saved_as_activations(
 
 
 def test_a_weight_changed_before_backward_does_not_change_its_gradients() -> None:
-    experts = _experts("mxfp8", 2)
+    experts = eight_bit_experts("mxfp8", 2)
     rows = torch.ones(3, WIDTH, requires_grad=True)
     (wanted,) = torch.autograd.grad(experts(rows, torch.tensor([1, 2])).sum(), rows)
     out = experts(rows, torch.tensor([1, 2]))
@@ -474,8 +300,8 @@ def test_a_weight_may_change_before_backward_which_has_the_codes(
     rows = torch.randn(6, WIDTH, generator=generator)
     upstream = torch.randn(6, WIDTH, generator=generator)
     counts = [4, 2]
-    expected = _run(_experts(backend, 2), rows, counts, upstream)
-    experts = _experts(backend, 2)
+    expected = outputs_and_gradients(eight_bit_experts(backend, 2), rows, counts, upstream)
+    experts = eight_bit_experts(backend, 2)
     out = experts(leaf := rows.clone().requires_grad_(), torch.tensor(counts))
     with torch.no_grad():
         experts.w_up_gate.mul_(2)
