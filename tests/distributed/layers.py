@@ -24,6 +24,12 @@ from tests.unit.nn.randomized import randomized
 
 WIDTH = 6
 TIMEOUT = timedelta(seconds=120)
+# (kind, axis) of the collectives of one layer, in order.
+FORWARD = {
+    "all_to_all": [("all_gather", "ep"), ("all_to_all", "ep"), ("all_to_all", "ep")],
+    "static": [("all_to_all", "ep"), ("all_to_all", "ep")],
+}
+BACKWARD = [("all_to_all", "ep"), ("all_to_all", "ep")]
 
 
 class OrderedLedger(Ledger):

@@ -9,7 +9,9 @@ from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.parallel.collectives import AxisGroup
 from tests.distributed.layers import (
+    BACKWARD,
     CASES,
+    FORWARD,
     WIDTH,
     Case,
     assert_equals_one_rank,
@@ -20,12 +22,6 @@ from tests.distributed.layers import (
 )
 from tests.memory import LiveBytes
 from tests.ranks import run_ranks
-
-FORWARD = {
-    "all_to_all": [("all_gather", "ep"), ("all_to_all", "ep"), ("all_to_all", "ep")],
-    "static": [("all_to_all", "ep"), ("all_to_all", "ep")],
-}
-BACKWARD = [("all_to_all", "ep"), ("all_to_all", "ep")]
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])

@@ -10,7 +10,9 @@ from torch import Tensor
 from lightning_moe.config import FP8Config, LatentMoEConfig, SharedExpertConfig
 from tests.distributed.host_syncs import HostSyncs
 from tests.distributed.layers import (
+    BACKWARD,
     CASES,
+    FORWARD,
     Case,
     assert_equals_one_rank,
     connect,
@@ -18,7 +20,6 @@ from tests.distributed.layers import (
     run,
     spread,
 )
-from tests.distributed.test_dispatch import BACKWARD, FORWARD
 from tests.ranks import run_ranks
 
 WIDTH = 32
