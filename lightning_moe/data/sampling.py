@@ -191,7 +191,7 @@ class ResumableDataLoader(DataLoader[TokenRow]):
         self._place: tuple[int, int] | None = None
         self._is_resuming = False
 
-    def __iter__(self) -> Iterator[TokenBatch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[TokenBatch]:  # type: ignore[override]  # torch names a class of its own
         """The batches of the sampler's epoch, or from where a loaded state left off."""
         epoch, num_done = self._first_place()
         self._is_resuming = False

@@ -50,7 +50,7 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def receive(self, flight: Any) -> Dispatched:  # noqa: ANN401
+    def receive(self, flight: Any) -> Dispatched:  # noqa: ANN401 - from `dispatch`
         """One row per token copy, grouped by expert, on the rank where the expert lives."""
         ...
 
@@ -58,7 +58,7 @@ class Dispatcher(Protocol):
         self,
         rows_RW: Float[Tensor, "R W"],
         weights_TK: Float[Tensor, "T K"],
-        back: Any,  # noqa: ANN401
+        back: Any,  # noqa: ANN401 - from `receive`
     ) -> Float[Tensor, "T W"]:
         """Weighted sum of each token's expert outputs, back on the token's own rank."""
         ...
@@ -66,7 +66,7 @@ class Dispatcher(Protocol):
     def token_gradient(
         self,
         grad_RW: Float[Tensor, "R W"],
-        back: Any,  # noqa: ANN401
+        back: Any,  # noqa: ANN401 - from `receive`
     ) -> Float[Tensor, "T W"]:
         """Gradient of the tokens from that of their rows: what backward of `dispatch` and `receive` does."""
         ...

@@ -28,7 +28,7 @@ class LookAhead:
         # Each with the loader's position before it.
         self._waiting: deque[tuple[Any, list[dict[str, Any]]]] = deque()
         self._position = type(loader)._state_dicts.__get__(loader)
-        loader._state_dicts = self.position  # type: ignore[method-assign]
+        loader._state_dicts = self.position  # type: ignore[method-assign]  # of this loader alone
 
     def position(self) -> list[dict[str, Any]]:
         """The loader's position, had it handed out no more than this iterator has."""

@@ -64,7 +64,7 @@ class ShardedState:
             self._target(names, layout.parameters[name])
         self._buckets = self._gather_buckets()
 
-    def _target(self, names: dict[nn.Parameter, str], parameter: nn.Parameter) -> nn.Parameter:
+    def _target(self, names: dict[Tensor, str], parameter: nn.Parameter) -> nn.Parameter:
         spec = self.layout.specs[names[parameter]]
         if spec.name in self.targets:  # in several optimizers
             return self.targets[spec.name]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_moe.nn import Experts
 from lightning_moe.parallel.collectives import AxisGroup, ProcessMesh
@@ -123,7 +123,7 @@ class ParamLayout:
         """The ranks that hold the same tensor."""
         return self.mesh.ep_dp if spec.kind == "expert" else self.mesh.dense
 
-    def name_of(self) -> dict[nn.Parameter, str]:
+    def name_of(self) -> dict[Tensor, str]:
         """Name of each parameter."""
         return {parameter: name for name, parameter in self.parameters.items()}
 

@@ -103,7 +103,7 @@ def _scaled_mm(
     num_rows, num_columns = len(rows.codes), weight.codes.shape[1]
     if not num_rows:
         return rows.codes.new_zeros(0, num_columns, dtype=torch.bfloat16)
-    out_RY: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+    out_RY: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]  # not in torch 2.13's stubs
         rows.codes,
         weight.codes.transpose(1, 2),
         scales[0],

@@ -285,7 +285,7 @@ class FolderCheckpoints(DDPStrategy):
 
     def _optimizer_names(self) -> dict[Tensor, str]:
         """Name of what each optimizer parameter stands for."""
-        names: dict[Tensor, str] = {p: name for p, name in self._layout().name_of().items()}  # noqa: C416 - widens the key type
+        names = self._layout().name_of()
         if self.sharded is not None:
             names.update({target: name for name, target in self.sharded.targets.items()})
         return names

@@ -248,7 +248,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         """Clipping by norm must see all ranks, also where a user's module calls the plugin directly."""
         super().setup_precision_plugin()
         if self.world_size > 1:
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # of this plugin alone
 
     # ---- gradients -------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class MoEPrecision(Precision):
         """As in `base`."""
         return self._base.convert_input(data)
 
-    def convert_output(self, data: Any) -> Any:  # noqa: ANN401
+    def convert_output(self, data: Any) -> Any:  # noqa: ANN401 - as above
         """As in `base`."""
         return self._base.convert_output(data)
 

@@ -64,7 +64,7 @@ def main() -> None:
         callbacks.append(OnExceptionCheckpoint(folder, "exception"))
     dispatcher = keywords.get("dispatcher", "all_to_all")
     strategy = ExpertParallelStrategy(
-        dispatcher=dispatcher,  # type: ignore[arg-type]  # as given
+        dispatcher=dispatcher,
         timeout=float(keywords.get("timeout", 60)),
     )
     trainer = make_trainer(

@@ -183,8 +183,8 @@ class _Dense(L.LightningModule):
 def test_a_module_without_such_layers_is_refused(tmp_path: Path) -> None:
     module = _Dense()
     trainer = make_trainer(tmp_path, plugins=[MoEPrecision(**ROWWISE)])
-    module.training_step = lambda batch, _: module.layer(batch).mean()  # type: ignore[method-assign]
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
+    module.training_step = lambda batch, _: module.layer(batch).mean()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)
     with pytest.raises(ValueError, match="linears=fp8_rowwise has no effect: the module has no"):
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 32)))
 
