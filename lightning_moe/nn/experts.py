@@ -8,12 +8,10 @@ import torch
 from jaxtyping import Float, Int, Num, UInt8
 from torch import Tensor, nn
 
-# As in `precision.backend`.
-from torch._compile import _disable_dynamo
-
 from lightning_moe.config import Backend, FP8Config, MoEConfig
 from lightning_moe.nn.backends import BackendChoice
 from lightning_moe.ops.activations import activation_function
+from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.ops.dtypes import matmul_dtype
 from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
 from lightning_moe.precision import ReleasedParameter, leaves_device
@@ -26,7 +24,7 @@ def _not_traced_without_weights(
     method: Callable[Concatenate["Experts", P], T],
 ) -> Callable[Concatenate["Experts", P], T]:
     """`method`, which the compiler goes around if weights may be dropped: it looks at values of all that it meets."""
-    around = _disable_dynamo(method)
+    around = outside_of_graphs(method)
 
     @wraps(method)
     def either(self: "Experts", /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,6 +1,7 @@
 """Dropless dispatch between ranks: counts, then rows, to the ranks where their experts live."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int, Num
@@ -20,6 +21,18 @@ from lightning_moe.ops.permute import (
     sum_of_copies,
 )
 from lightning_moe.parallel.collectives import AxisGroup, Work
+
+if TYPE_CHECKING:
+
+    class _Context(Context):
+        exchange: "Exchange"
+
+    class _ContextInGraph(Context):
+        group: int
+        gradient_factor: float
+
+else:
+    _Context = _ContextInGraph = Context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,19 +100,18 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, rows: Tensor, exchange: Exchange, started: list[Work | None]
+        ctx: _Context, rows: Tensor, exchange: Exchange, started: list[Work | None]
     ) -> Tensor:
-        ctx.exchange = exchange  # type: ignore[attr-defined]  # free-form, as torch has it
+        ctx.exchange = exchange
         received, work = exchange.run(rows, async_op=True)
         started.append(work)
         return received
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        exchange: Exchange = ctx.exchange  # type: ignore[attr-defined]
-        returned, _ = exchange.back().run(grad)
-        return returned.mul_(exchange.gradient_factor), None, None
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        returned, _ = ctx.exchange.back().run(grad)
+        return returned.mul_(ctx.exchange.gradient_factor), None, None
 
 
 # In compiled code the exchange of equal shares is one operator, of which the compiler knows the shapes only.
@@ -116,13 +128,15 @@ def _(rows: Tensor, group: int, gradient_factor: float) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
-def _keep_arguments(ctx: Context, inputs: tuple[Tensor, int, float], output: Tensor) -> None:
-    ctx.arguments = inputs[1:]  # type: ignore[attr-defined]  # free-form, as torch has it
+def _keep_arguments(
+    ctx: _ContextInGraph, inputs: tuple[Tensor, int, float], output: Tensor
+) -> None:
+    _, ctx.group, ctx.gradient_factor = inputs
 
 
-def _exchange_gradient(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-    group, factor = ctx.arguments  # type: ignore[attr-defined]
-    return exchange_in_graph(grad, group, 1 / factor) * factor, None, None
+def _exchange_gradient(ctx: _ContextInGraph, grad: Tensor) -> tuple[Tensor, None, None]:
+    factor = ctx.gradient_factor
+    return exchange_in_graph(grad, ctx.group, 1 / factor) * factor, None, None
 
 
 exchange_in_graph.register_autograd(_exchange_gradient, setup_context=_keep_arguments)

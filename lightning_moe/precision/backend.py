@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-
-# What the optimizers of torch use: the public `torch.compiler.disable` imports the compiler, seconds, at once.
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.config import FP8Config
 from lightning_moe.ops.autograd import Context
+from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
 from lightning_moe.ops.grouped_mm import torch_weight_gradient
 from lightning_moe.precision.device import device_refusal
@@ -140,12 +138,12 @@ class QuantizedBackend:
         )
         return device_refusal(self.recipe.name, self.recipe.capability, device, remedy=remedy)
 
-    @_disable_dynamo
+    @outside_of_graphs
     def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> UInt8[Tensor, "T Z"]:
         """See `ExpertBackend.pack`: codes and scales, those that the rows would get at their experts."""
         return pack_rows(self.recipe.quantize(x_TW.to(dtype)))
 
-    @_disable_dynamo
+    @outside_of_graphs
     def __call__(
         self,
         rows_RW: Float[Tensor, "R W"],
