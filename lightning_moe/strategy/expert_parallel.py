@@ -69,7 +69,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
     Raises:
         ValueError: for options that can't work, at once; for sizes that don't fit, on every rank, before a process
             group exists or a weight is changed.
-        TypeError: for an option that `DDPStrategy` has and this strategy can't serve, and a timeout that is no number.
+        TypeError: for an option that `DDPStrategy` has and this strategy can't serve, and a number of the wrong type.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per option

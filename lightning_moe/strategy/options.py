@@ -51,6 +51,7 @@ class DispatchOptions:
     """How tokens get to their experts; the attributes are arguments of `ExpertParallelStrategy`.
 
     Raises:
+        TypeError: for a number of the wrong type.
         ValueError: for a value that can't work, and for one that the chosen dispatcher doesn't read.
     """
 
