@@ -12,6 +12,7 @@ from lightning_moe.config import FP8_BACKENDS, Backend, FP8Config, LinearFormat,
 from lightning_moe.config.checks import check_bools, check_choices, given
 from lightning_moe.nn import Experts
 from lightning_moe.precision import LinearRecipe
+from lightning_moe.strategy.backends import experts_of
 from lightning_moe.strategy.linears import LinearSwap
 
 Base = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -86,7 +87,7 @@ class MoEPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Give the experts their backend and convert linear layers, then do what `base` does."""
         if self.experts is not None:
-            self._converted = self._experts_of(module)
+            self._converted = self._experts_to_convert(module)
         if self.linears is not None:
             self.linears.swap(module)
         for experts in self._converted:
@@ -94,8 +95,8 @@ class MoEPrecision(Precision):
             experts.use_backend(self.experts, self.fp8, by_plugin=True)
         return self._base.convert_module(module)
 
-    def _experts_of(self, module: nn.Module) -> list[Experts]:
-        found = [part for part in module.modules() if isinstance(part, Experts)]
+    def _experts_to_convert(self, module: nn.Module) -> list[Experts]:
+        found = experts_of(module)
         if not found:
             raise ValueError(
                 f"MoEPrecision experts={self.experts} has no effect: the module has no layer of lightning_moe.nn.MoE"

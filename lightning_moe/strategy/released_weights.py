@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
-from lightning_moe.nn import Experts
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.parallel.layout import ParamLayout
 from lightning_moe.precision import ReleasedParameter, WeightStore
+from lightning_moe.strategy.backends import experts_of
 from lightning_moe.strategy.checkpointing import FolderCheckpoints
 
 _ADVICE = "or set model.moe.fp8.fp8_only=false (fp8_only=False of MoEPrecision, if that asked)"
@@ -35,7 +35,7 @@ class ReleasedWeights(FolderCheckpoints):
         names = layout.name_of()
         stores = {
             names[experts.get_parameter(name)]: store
-            for experts in _experts(self.lightning_module)
+            for experts in experts_of(self.lightning_module)
             for name, store in experts.backend.only_stores().items()
         }
         if stores:
@@ -113,11 +113,7 @@ def refuse_released(module: nn.Module) -> None:
     Raises:
         ValueError: if something does.
     """
-    if any(experts.backend.only_stores() for experts in _experts(module)):
+    if any(experts.backend.only_stores() for experts in experts_of(module)):
         raise ValueError(
             f"model.moe.fp8.fp8_only=True needs strategy=ExpertParallelStrategy, also on one rank; use it, {_ADVICE}"
         )
-
-
-def _experts(module: nn.Module) -> list[Experts]:
-    return [part for part in module.modules() if isinstance(part, Experts)]
