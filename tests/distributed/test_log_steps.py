@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_moe import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from tests.distributed.lightning_ranks import join_lightning, make_trainer
-from tests.e2e.test_resume import StepLogger
 from tests.ranks import run_ranks
+from tests.step_logger import StepLogger
 
 NUM_BATCHES = 8
 

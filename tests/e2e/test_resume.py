@@ -8,10 +8,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers.logger import Logger
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule
 from tests.e2e.runs import GAMMA, History, make_module, make_trainer, tiny_config
+from tests.step_logger import StepLogger
 
 # A resumed run writes where the first one wrote.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -55,23 +55,6 @@ class _Interrupt(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
         if trainer.fit_loop.total_batch_idx == self.batch:
             raise _Interruption
-
-
-class StepLogger(Logger):
-    """The names that loggers get, and at which step."""
-
-    name = version = "steps"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[int, list[str]]] = []
-
-    def log_hyperparams(self, *_: object) -> None:
-        """None."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
-        self.steps.append((step, sorted(metrics)))
 
 
 @dataclass
