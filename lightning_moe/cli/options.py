@@ -91,8 +91,8 @@ def check_vocabulary(data: DataConfig, model: TransformerConfig) -> None:
 
 
 def _check_experts(config: DictConfig, run: RunConfig) -> None:
-    layers = [layer.feed_forward for layer in run.model.layers]
-    if run.model.moe is not None and run.model.moe not in layers:
+    # A layer of `layer_overrides` has its experts' options from model.moe as well.
+    if run.model.moe is not None and not run.has_experts:
         raise ValueError(
             f"model.moe has no effect: no layer uses it (model.num_dense_layers={run.model.num_dense_layers} of "
             f"model.num_layers={run.model.num_layers} are dense, {len(run.model.layer_overrides)} are overridden); "

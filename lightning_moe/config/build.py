@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,7 +15,8 @@ def from_mapping(cls: type[ConfigT], mapping: Mapping[str, object], path: str = 
     """Build the config dataclass `cls`, its nested sections included, from plain values.
 
     Lists become tuples and integers become floats where those are due, and text keys such as "3"
-    become layer numbers. Values that are built already are taken as they are.
+    become layer numbers. Values that are built already are taken as they are. A `cls` with a method
+    `complete` gets the options by it, after their names are checked.
 
     Args:
         cls: a config dataclass.
@@ -29,6 +30,10 @@ def from_mapping(cls: type[ConfigT], mapping: Mapping[str, object], path: str = 
     mapping = _mapping(mapping, path)
     known = {option.name: option for option in fields(cls)}  # type: ignore[arg-type]  # any dataclass
     _refuse_unknown(mapping, known, path)
+    complete: Callable[[Mapping[str, object]], Mapping[str, object]] | None
+    complete = getattr(cls, "complete", None)
+    if complete is not None:
+        mapping = complete(mapping)
     hints = get_type_hints(cls)
     values = {
         str(name): _convert(hints[name], value, f"{path}.{name}") for name, value in mapping.items()

@@ -125,8 +125,12 @@ class DenseConfig:
 class LayerConfig:
     """What one layer does differently from the rest of the model; None keeps the model's choice.
 
+    In Python a section is whole: `replace(config.moe, ...)` of `dataclasses` makes one that differs
+    in some options. Plain options (YAML, the command line) need only name what differs; the rest is
+    that of the model's own section, in `attention` also the layer's window.
+
     Attributes:
-        attention: replaces the layer's attention as a whole, its window included.
+        attention: replaces the layer's attention, its window included.
         moe: makes this an MoE layer of this kind.
         dense_hidden_size: makes this a dense layer of this width.
         recompute: replaces the model's `recompute` for this layer.

@@ -18,6 +18,7 @@ from lightning_moe.config.checks import (
     given,
 )
 from lightning_moe.config.counting import NormPlacement
+from lightning_moe.config.inheritance import complete_overrides
 from lightning_moe.config.layers import (
     AttentionConfig,
     Compile,
@@ -125,6 +126,11 @@ class TransformerConfig:
             ValueError: if there is no such preset or field.
         """
         return from_mapping(cls, {**find_preset(name), **overrides})
+
+    @classmethod
+    def complete(cls, options: Mapping[str, object]) -> Mapping[str, object]:
+        """Plain options for `from_mapping`, in which single layers inherit what they don't override."""
+        return complete_overrides(options)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

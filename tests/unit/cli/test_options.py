@@ -1,5 +1,7 @@
 """What would silently do nothing is refused, by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_moe.cli.options import read_options
@@ -40,9 +42,22 @@ def test_refused(compose_train: Compose, overrides: list[str], message: str) -> 
     [
         NO_EXPERTS,
         ("model.num_dense_layers=0",),
+        # Its one MoE layer differs from model.moe, and has the rest of its options from there.
+        ("model.num_dense_layers=3", "+model.layer_overrides.3.moe.router.top_k=1"),
         ("model.num_dense_layers=2", "model.dense_hidden_size=8"),
         ("optim.schedule=wsd", "optim.decay=8", "trainer.max_steps=8"),
     ],
 )
 def test_accepted(compose_train: Compose, overrides: tuple[str, ...]) -> None:
     read_options(compose_train(*overrides), overrides)
+
+
+def test_one_option_of_one_layer_leaves_the_others_as_they_are(compose_train: Compose) -> None:
+    overrides = ("model.num_dense_layers=0", "+model.layer_overrides.1.moe.router.bias_gamma=0.25")
+    plain, other = (
+        read_options(compose_train(*words), words).model for words in (overrides[:1], overrides)
+    )
+    assert plain.moe.num_experts > 1
+    router = replace(plain.moe.router, bias_gamma=0.25)
+    assert other.layers[1].feed_forward == replace(plain.moe, router=router)
+    assert other.layers[0] == plain.layers[0]

@@ -59,6 +59,52 @@ def test_layers_are_named_by_number_or_text(layer: int | str) -> None:
     assert dict(config.layer_overrides) == {2: LayerConfig(dense_hidden_size=9)}
 
 
+MOE = {"num_experts": 5, "router": {"top_k": 3, "bias_gamma": 0.5, "lb_loss_weight": 0.25}}
+
+
+def test_a_layer_inherits_what_its_override_does_not_name() -> None:
+    overrides = {"1": {"moe": {"router": {"bias_gamma": 0.01, "lb_loss_weight": None}}}}
+    config = from_mapping(TransformerConfig, {**SIZES, "layer_overrides": overrides, "moe": MOE})
+    assert config.layers[1].feed_forward == MoEConfig(
+        num_experts=5, router=RouterConfig(top_k=3, bias_gamma=0.01, lb_loss_weight=None)
+    )
+    assert config.layers[2].feed_forward == MoEConfig(
+        num_experts=5, router=RouterConfig(top_k=3, bias_gamma=0.5, lb_loss_weight=0.25)
+    )
+
+
+def test_a_layer_inherits_from_a_section_that_is_built_already() -> None:
+    moe = MoEConfig(num_experts=5, router=RouterConfig(top_k=3, bias_gamma=0.5))
+    overrides = {1: {"moe": {"num_experts": 7}}, 2: {"moe": MoEConfig(num_experts=9)}}
+    config = from_mapping(TransformerConfig, {**SIZES, "moe": moe, "layer_overrides": overrides})
+    router = RouterConfig(top_k=3, bias_gamma=0.5)
+    assert config.layers[1].feed_forward == MoEConfig(num_experts=7, router=router)
+    assert config.layers[2].feed_forward == MoEConfig(num_experts=9)
+
+
+def test_a_layer_inherits_attention_and_its_own_window() -> None:
+    options = {
+        **SIZES,
+        "dense_hidden_size": 7,
+        "attention": {"num_heads": 2, "qk_norm": "head"},
+        "window_pattern": [None, 5, 6],
+        "layer_overrides": {
+            "1": {"attention": {"num_heads": 4}},
+            2: {"attention": {"sliding_window": None}},
+        },
+    }
+    layers = from_mapping(TransformerConfig, options).layers
+    assert layers[1].attention == AttentionConfig(num_heads=4, qk_norm="head", sliding_window=5)
+    assert layers[2].attention == AttentionConfig(num_heads=2, qk_norm="head")
+
+
+def test_an_error_in_what_a_layer_inherits_names_the_section_of_the_model() -> None:
+    overrides = {1: {"moe": {"num_experts": 7}}}
+    options = {**SIZES, "layer_overrides": overrides, "moe": {"router": {"topk": 3}}}
+    with pytest.raises(ValueError, match=r"^model\.moe\.router\.topk is not an option"):
+        from_mapping(TransformerConfig, options)
+
+
 def test_built_sections_are_taken_as_they_are() -> None:
     moe = MoEConfig(num_experts=5)
     assert from_mapping(TransformerConfig, {**SIZES, "moe": moe}).moe is moe
