@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_moe.cli.memory import keep_freed_memory
+from lightning_moe.cli.stopping import StopAtSigterm
 
 
 def run_folder() -> Path:
@@ -39,7 +40,7 @@ def build_trainer(config: DictConfig, callbacks: Sequence[L.Callback] = ()) -> L
         strategy=instantiate(config.strategy)
         if isinstance(config.strategy, DictConfig)
         else config.strategy,
-        callbacks=[*_instances(config.callbacks), *callbacks],
+        callbacks=[*_instances(config.callbacks), *callbacks, StopAtSigterm()],
         # False: none at all. Lightning would make one of its own from an empty list.
         logger=_instances(config.logger) or False,
         _convert_="all",

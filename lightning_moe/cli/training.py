@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
 from lightning_moe.callbacks import ModelTable, StartFrom
@@ -19,6 +20,7 @@ from lightning_moe.cli.checkpoints import (
 )
 from lightning_moe.cli.options import RunConfig, read_options
 from lightning_moe.cli.quiet import quieten
+from lightning_moe.cli.stopping import saves_at_sigterm
 from lightning_moe.cli.summary import announce_compiling, print_facts, print_scores
 from lightning_moe.cli.trainer import build_trainer, prepare_process, run_folder
 from lightning_moe.config import to_mapping
@@ -114,9 +116,10 @@ def _fit(
     try:
         with resumable(trainer, ckpt_path) as path:
             trainer.fit(module, data, ckpt_path=path, weights_only=True)
-    except SystemExit:
-        # Lightning ends the process after Ctrl-C.
-        _report_interrupt(trainer)
+    except SystemExit as end:
+        # Lightning ends the process after Ctrl-C and after SIGTERM.
+        if not (isinstance(end, SIGTERMException) and saves_at_sigterm(trainer)):
+            _report_interrupt(trainer)
         raise
     return time.perf_counter() - started
 

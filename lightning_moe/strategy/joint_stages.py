@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from lightning_moe.strategy.agreement import (
 )
 from lightning_moe.strategy.launchers import ScriptLauncher
 from lightning_moe.strategy.log_step import align_log_step
+from lightning_moe.strategy.stopping import save_at_sigterm, say
 
 _LAST_WORDS_S: Final = 3.0
 
@@ -147,7 +147,7 @@ class JointStages(DDPStrategy):
             # The process that spawned the ranks: they have said what happened.
             return
         trainer = self._trainer
-        _say(
+        say(
             f"[rank {self.global_rank}] {type(exception).__name__} at step {trainer.global_step}: {exception}"
         )
         # Children that failed first still have to say so; those that wait for this rank would wait in vain.
@@ -162,10 +162,7 @@ class JointStages(DDPStrategy):
             # Saves, and asks SLURM to start the job again.
             trainer._signal_connector._slurm_sigusr_handler_fn(signal_number, None)
             return
-        path = f"{trainer.default_root_dir}/sigterm.ckpt"
-        trainer.save_checkpoint(path, weights_only=False)
-        if trainer.is_global_zero:
-            _say(f"stopped by SIGTERM at step {trainer.global_step}; resume with ckpt_path={path}")
+        save_at_sigterm(trainer)
 
     @property
     def _trainer(self) -> Any:  # noqa: ANN401 - the Trainer sets many attributes dynamically
@@ -184,12 +181,6 @@ def _end_children(children: list[subprocess.Popen[bytes]], wait_s: float) -> Non
         if code is None:
             child.kill()
             child.wait()
-            _say(f"[local rank {local_rank}] did not end by itself: killed")
+            say(f"[local rank {local_rank}] did not end by itself: killed")
         elif code < 0:
-            _say(f"[local rank {local_rank}] was ended by {signal.Signals(-code).name}")
-
-
-def _say(message: str) -> None:
-    """Straight to the screen: a log record may be filtered, or lost with a dying process."""
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+            say(f"[local rank {local_rank}] was ended by {signal.Signals(-code).name}")
