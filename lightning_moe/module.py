@@ -143,6 +143,12 @@ class MoEModule(L.LightningModule):
         head, _, num_tokens = self._losses(batch)
         self.test_ce.update(head.cross_entropy, num_tokens)
 
+    def predict_step(self, batch: TokenBatch, batch_idx: int) -> Float[Tensor, "B S V"]:
+        """Logits of the next token at every position, padding included."""
+        hidden_BSD, _ = self._features(batch)
+        logits_BSV: Tensor = torch.nn.functional.linear(hidden_BSD, self.model.head_weight)
+        return logits_BSV
+
     def on_validation_epoch_end(self) -> None:
         """Log `val/ce` and, where the data knows its bytes, `val/bits_per_byte`."""
         self._log_evaluation("val", self.val_ce)

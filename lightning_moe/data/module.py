@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from torch.utils.data import DataLoader
 
 from lightning_moe.config.data import DataConfig
+from lightning_moe.data.batch import TokenRow, collate
 from lightning_moe.data.packing import WindowDataset
 from lightning_moe.data.sampling import ResumableDataLoader, RowOrder
 from lightning_moe.data.splits import Splits, load_splits
@@ -129,6 +131,15 @@ class TokenDataModule(L.LightningDataModule):
     def test_dataloader(self) -> ResumableDataLoader:
         """The validation batches."""
         return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[TokenRow]:
+        """The validation rows in the order of the text; Lightning deals each to one rank."""
+        return DataLoader(
+            self._val_dataset,
+            batch_size=self.config.batch_size,
+            num_workers=self.config.num_workers,
+            collate_fn=collate,
+        )
 
     @cached_property
     def _splits(self) -> Splits:

@@ -114,6 +114,21 @@ def test_predicting_9_samples_on_2_ranks_gives_9_results_per_loader(num_loaders:
     assert rows == sorted([*range(9)] * num_loaders)
 
 
+def _predict_logits(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    join_lightning(rank, world)
+    mine = batches(rank, world, 3)
+    whole = make_module().double().eval()
+    with torch.no_grad():
+        expected = [whole(batch.ids_BS)[0] for batch in mine]
+    trainer = make_trainer(world)
+    return trainer.predict(make_module().double(), DataLoader(mine, batch_size=None)), expected
+
+
+def test_the_module_predicts_the_logits_of_its_batches_on_2_ranks() -> None:
+    for found, expected in run_ranks(_predict_logits, 2):
+        torch.testing.assert_close(found, expected)
+
+
 class _Late(L.LightningModule):
     """Builds its model once the ranks exist, on any device."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_moe.config.data import DataConfig
-from lightning_moe.data import IGNORE_INDEX, TokenDataModule, prepare_tokens
+from lightning_moe.data import IGNORE_INDEX, TokenBatch, TokenDataModule, prepare_tokens
 
 from .trainer_runs import Recorder, make_trainer
 
@@ -135,6 +135,22 @@ def test_trainer_validation_and_test_predict_every_token_once(tmp_path: Path) ->
     labels = torch.cat([label.flatten() for label in module.validated])
     assert labels[labels != IGNORE_INDEX].tolist() == [*range(51, 61), 256]
     assert len(data.test_dataloader()) == len(data.val_dataloader()) == 2
+
+
+class _Predicts(Recorder):
+    def predict_step(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.labels_BS
+
+
+@quiet
+def test_the_trainer_predicts_validation_rows_in_the_order_of_the_text(tmp_path: Path) -> None:
+    pattern = write_texts(tmp_path, bytes(range(50)), bytes(range(50, 61)))
+    val = str(tmp_path / "1.txt")
+    data = TokenDataModule.from_text(pattern, val_paths=(val,), sequence_length=4, batch_size=2)
+    found = make_trainer(tmp_path).predict(_Predicts(), data)
+    assert [len(labels) for labels in found] == [2, 1]
+    labels = torch.cat(found)
+    assert labels[labels != IGNORE_INDEX].tolist() == [*range(51, 61), 256]
 
 
 @quiet
