@@ -70,7 +70,10 @@ class LinearRecipe:
             dtypes = [torch.bfloat16]
         if dtype not in dtypes:
             known = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
-            return f"{self.name} takes rows in {known}, not in {str(dtype).removeprefix('torch.')}"
+            return (
+                f"{self.name} takes rows in {known}, not in {str(dtype).removeprefix('torch.')}; set "
+                "base='bf16-mixed' of MoEPrecision, which makes them bfloat16"
+            )
         if self.emulate:
             return None
         return device_refusal(

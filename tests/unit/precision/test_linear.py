@@ -259,7 +259,12 @@ def test_widths_that_do_not_fit_are_refused(
         ("mxfp8", torch.float32, True, None),
         ("fp8_rowwise", torch.float64, True, "takes rows in bfloat16 or float32, not in float64"),
         ("fp8_tensorwise", torch.float16, True, "not in float16"),
-        ("mxfp8", torch.float32, False, "mxfp8 takes rows in bfloat16, not in float32"),
+        (
+            "mxfp8",
+            torch.float32,
+            False,
+            "mxfp8 takes rows in bfloat16, not in float32; set base='bf16",
+        ),
         ("fp8_tensorwise", torch.bfloat16, False, "the device is cpu, and fp8_tensorwise needs"),
         ("mxfp8", torch.bfloat16, False, "10.0 or more; set emulate=True of MoEPrecision"),
     ],
