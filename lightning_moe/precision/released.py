@@ -50,8 +50,12 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:  # noqa: ANN401 - torch's signature
         """Let metadata, gradient and hooks through."""
         if _needs_values(func):
-            refuse_values(getattr(func, "__name__", str(func)))
+            refuse_values(_name_of(func))
         return super().__torch_function__(func, types, args, kwargs or {})
+
+    def as_subclass(self, cls: type) -> Never:
+        """Refused here: torch asks no `__torch_function__`."""
+        refuse_values("as_subclass")
 
     def __deepcopy__(self, memo: object) -> Never:
         refuse_values("copy.deepcopy")
@@ -68,6 +72,15 @@ def _needs_values(func: Callable[..., Any]) -> bool:
         # An attribute comes as the `__get__` or `__set__` of its descriptor.
         return getattr(func.__self__, "__name__", None) in _VALUES
     return func not in _METADATA
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """What a user would have written."""
+    name: str = getattr(func, "__name__", str(func))
+    if isinstance(func, MethodWrapperType):
+        verb = "reading" if name == "__get__" else "setting"
+        return f"{verb} .{getattr(func.__self__, '__name__', name)}"
+    return "detach (which state_dict calls)" if name == "detach" else name
 
 
 def refuse_values(what: str) -> Never:

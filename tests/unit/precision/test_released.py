@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 
 import jaxtyping
@@ -100,6 +101,8 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
     "clone": lambda p: p.clone(),
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
+    "as_subclass": lambda p: p.as_subclass(Tensor),
+    "from_dlpack": torch.from_dlpack,
     "T": lambda p: p.T,
     "norm": lambda p: p.norm(),
     "isfinite": torch.isfinite,
@@ -124,6 +127,22 @@ def test_whatever_needs_values_is_refused_with_the_option_and_the_way_out(read: 
     weight = _released(torch.ones(3, 5))
     with pytest.raises(RuntimeError, match=r"model\.moe\.fp8\.fp8_only=True.*fp8_only=false"):
         READS[read](weight)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda p: p.data, "reading .data needs"),
+        (lambda p: setattr(p, "data", torch.ones(3, 5)), "setting .data needs"),
+        (lambda p: nn.ParameterList([p]).state_dict(), "detach (which state_dict calls) needs"),
+        (lambda p: p.clone(), "clone needs"),
+    ],
+)
+def test_the_refusal_names_what_a_user_would_have_written(
+    use: Callable[[nn.Parameter], object], said: str
+) -> None:
+    with pytest.raises(RuntimeError, match=f"^{re.escape(said)} the values"):
+        use(_released(torch.ones(3, 5)))
 
 
 def test_what_goes_around_python_finds_nan_and_writes_nothing() -> None:
