@@ -14,7 +14,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_moe.config.checks import POSITIVE, check_floats
 from lightning_moe.nn import MoE
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
@@ -34,7 +33,7 @@ from lightning_moe.strategy.agreement import StopRequest
 from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
-from lightning_moe.strategy.options import DispatcherName, DispatchOptions, refuse_unknown
+from lightning_moe.strategy.options import DispatcherName, DispatchOptions, check_options
 from lightning_moe.strategy.plain import restore_rng
 from lightning_moe.strategy.released_weights import ReleasedWeights
 
@@ -69,7 +68,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
     Raises:
         ValueError: for options that can't work, at once; for sizes that don't fit, on every rank, before a process
             group exists or a weight is changed.
-        TypeError: for an option that `DDPStrategy` has and this strategy can't serve, and a number of the wrong type.
+        TypeError: for an option that `DDPStrategy` has and this strategy can't serve, and a value of the wrong type.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per option
@@ -86,10 +85,15 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **lightning_options: Any,
     ) -> None:
-        refuse_unknown(lightning_options)
-        check_expert_parallel(expert_parallel)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        check_floats("strategy", POSITIVE, timeout=seconds, bucket_mb=bucket_mb)
+        check_options(
+            lightning_options,
+            timeout_s=seconds,
+            bucket_mb=bucket_mb,
+            distributed_optimizer=distributed_optimizer,
+            start_method=start_method,
+        )
+        check_expert_parallel(expert_parallel)
         limit = timedelta(seconds=seconds)
         super().__init__(timeout=limit, start_method=start_method, **lightning_options)
         self.expert_parallel = expert_parallel

@@ -1,12 +1,14 @@
-"""The strategy's options: which of them go together, and the dispatcher that they ask for."""
+"""The strategy's options: what each may be, which of them go together, and the dispatcher that they ask for."""
 
 from dataclasses import dataclass
+from multiprocessing import get_all_start_methods
 from typing import Any, Final, Literal, get_args
 
 from lightning_moe.config import MoEConfig
 from lightning_moe.config.checks import (
     AT_LEAST_ONE,
     POSITIVE,
+    check_bools,
     check_choices,
     check_floats,
     check_ints,
@@ -19,6 +21,8 @@ from lightning_moe.parallel.dispatch import AllToAllDispatcher
 from lightning_moe.parallel.static_dispatch import StaticDispatcher
 
 DispatcherName = Literal["all_to_all", "static"]
+
+_START_METHODS: Final = ("popen", *get_all_start_methods())
 
 # What `DDPStrategy` takes and this strategy serves as well.
 _LIGHTNING_OPTIONS: Final = frozenset(
@@ -33,12 +37,27 @@ _LIGHTNING_OPTIONS: Final = frozenset(
 )
 
 
-def refuse_unknown(lightning_options: dict[str, Any]) -> None:
-    """Refuse what would be handed to `DDPStrategy` and have no effect.
+def check_options(
+    lightning_options: dict[str, Any],
+    *,
+    timeout_s: float,
+    bucket_mb: float,
+    distributed_optimizer: bool,
+    start_method: str,
+) -> None:
+    """Check each of these options of the strategy by itself.
 
     Raises:
-        TypeError: if there is such an option.
+        TypeError: for a value of the wrong type, and an option that `DDPStrategy` has and that would do nothing here.
+        ValueError: for a value that can't work.
     """
+    _refuse_unknown(lightning_options)
+    check_floats("strategy", POSITIVE, timeout=timeout_s, bucket_mb=bucket_mb)
+    check_bools("strategy", distributed_optimizer=distributed_optimizer)
+    check_choices("strategy", _START_METHODS, start_method=start_method)
+
+
+def _refuse_unknown(lightning_options: dict[str, Any]) -> None:
     if unknown := sorted(set(lightning_options) - _LIGHTNING_OPTIONS):
         raise TypeError(
             f"ExpertParallelStrategy has no option {unknown[0]!r}; DDP's own options have no effect here, since the "

@@ -65,6 +65,8 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
         ({"timeout": -1.0}, "strategy.timeout=-1.0 must be finite and greater than 0"),
         ({"timeout": math.inf}, "strategy.timeout=inf must be finite"),
         ({"timeout": timedelta(0)}, "strategy.timeout=0.0 must be finite and greater than 0"),
+        ({"start_method": "Popen"}, "strategy.start_method='Popen' must be one of popen, "),
+        ({"start_method": None}, "strategy.start_method=None must be one of popen, "),
         ({"expert_parallel": 0}, "strategy.expert_parallel=0 must be a positive integer"),
         ({"expert_parallel": "foo"}, "strategy.expert_parallel='foo' must be a positive integer"),
         ({"expert_parallel": 1.5}, "strategy.expert_parallel=1.5 must be a positive integer"),
@@ -77,6 +79,16 @@ def test_options_that_can_not_work_are_refused_on_construction(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ExpertParallelStrategy(**options)
+
+
+@pytest.mark.parametrize("value", ["false", "auto", None, 0, []])
+@pytest.mark.usefixtures("shape_checker_off")
+def test_what_only_looks_like_true_or_false_is_refused_on_construction(value: object) -> None:
+    options: dict[str, Any] = {"distributed_optimizer": value}
+    with pytest.raises(TypeError) as error:
+        ExpertParallelStrategy(**options)
+    expected = f"strategy.distributed_optimizer={value!r} must be true or false, got "
+    assert str(error.value).startswith(expected)
 
 
 def test_options_of_ddp_that_would_do_nothing_are_refused() -> None:
