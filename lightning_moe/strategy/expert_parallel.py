@@ -59,8 +59,8 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             on all ranks. None: no limit; a rank may receive up to ranks * tokens * top_k rows.
         distributed_optimizer: split optimizer state over replicas (more than one rank only).
         bucket_mb: size of one gradient message (MiB).
-        timeout: how long a collective may take before all ranks give up (seconds, or a timedelta). A stalled rank
-            then ends the run within ten seconds more. For starting, ranks have five minutes.
+        timeout: how long a collective may take before all ranks give up (at least one second; seconds, or a
+            timedelta). A stalled rank then ends the run within ten seconds more. For starting, ranks have five minutes.
         start_method: how Lightning starts processes: `popen`, `spawn`, `fork` or `forkserver`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend:
             as in `DDPStrategy`.

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, get_args
 from lightning_moe.config import MoEConfig
 from lightning_moe.config.checks import (
     AT_LEAST_ONE,
-    POSITIVE,
+    Interval,
     check_bools,
     check_choices,
     check_floats,
@@ -23,6 +23,11 @@ from lightning_moe.parallel.static_dispatch import StaticDispatcher
 DispatcherName = Literal["all_to_all", "static"]
 
 _START_METHODS: Final = ("popen", *get_all_start_methods())
+
+# Wide enough for any use, and far from where clocks, sizes of messages and numbers of slots overflow.
+_TIMEOUT_S: Final = Interval("between 1 second and 30 days", lambda s: 1 <= s <= 30 * 24 * 3600)
+_BUCKET_MIB: Final = Interval("between 1e-6 (one byte) and 1e6", lambda mib: 1e-6 <= mib <= 1e6)
+_CAPACITY_FACTOR: Final = Interval("between 0.001 and 10000", lambda f: 1e-3 <= f <= 1e4)
 
 # What `DDPStrategy` takes and this strategy serves as well.
 _LIGHTNING_OPTIONS: Final = frozenset(
@@ -52,7 +57,8 @@ def check_options(
         ValueError: for a value that can't work.
     """
     _refuse_unknown(lightning_options)
-    check_floats("strategy", POSITIVE, timeout=timeout_s, bucket_mb=bucket_mb)
+    check_floats("strategy", _TIMEOUT_S, timeout=timeout_s)
+    check_floats("strategy", _BUCKET_MIB, bucket_mb=bucket_mb)
     check_bools("strategy", distributed_optimizer=distributed_optimizer)
     check_choices("strategy", _START_METHODS, start_method=start_method)
 
@@ -83,7 +89,7 @@ class DispatchOptions:
         """Check every option, then that the dispatcher reads it."""
         check_choices("strategy", get_args(DispatcherName), dispatcher=self.dispatcher)
         check_choices("strategy", get_args(Overflow), overflow=self.overflow)
-        check_floats("strategy", POSITIVE, capacity_factor=self.capacity_factor)
+        check_floats("strategy", _CAPACITY_FACTOR, capacity_factor=self.capacity_factor)
         check_ints("strategy", AT_LEAST_ONE, **given(receive_limit=self.receive_limit))
         if self.dispatcher == "static" and self.receive_limit is not None:
             raise ValueError(

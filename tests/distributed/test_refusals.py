@@ -55,16 +55,23 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
         ),
         (
             {"dispatcher": "static", "capacity_factor": 0.0},
-            "capacity_factor=0.0 must be finite and greater",
+            "capacity_factor=0.0 must be finite and between 0.001 and 10000",
         ),
+        ({"dispatcher": "static", "capacity_factor": 1e-9}, "strategy.capacity_factor=1e-09 must"),
+        ({"dispatcher": "static", "capacity_factor": 1e18}, r"strategy.capacity_factor=1e\+18 must"),
         ({"capacity_factor": 2.0}, "have no effect with strategy.dispatcher=all_to_all"),
         ({"dispatcher": "static", "receive_limit": 9}, "receive_limit=9 has no effect"),
         ({"receive_limit": 0}, "strategy.receive_limit=0 must be at least 1"),
-        ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be finite and greater than 0"),
-        ({"timeout": 0}, "strategy.timeout=0 must be finite and greater than 0"),
-        ({"timeout": -1.0}, "strategy.timeout=-1.0 must be finite and greater than 0"),
+        ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be finite and between 1e-6"),
+        ({"bucket_mb": 1e-9}, "strategy.bucket_mb=1e-09 must be finite and between 1e-6"),
+        ({"bucket_mb": 1e308}, r"strategy.bucket_mb=1e\+308 must be finite and between 1e-6"),
+        ({"timeout": 0}, "strategy.timeout=0 must be finite and between 1 second and 30 days"),
+        ({"timeout": -1.0}, "strategy.timeout=-1.0 must be finite and between 1 second"),
+        ({"timeout": 1e-9}, "strategy.timeout=1e-09 must be finite and between 1 second"),
+        ({"timeout": 1e30}, r"strategy.timeout=1e\+30 must be finite and between 1 second"),
         ({"timeout": math.inf}, "strategy.timeout=inf must be finite"),
-        ({"timeout": timedelta(0)}, "strategy.timeout=0.0 must be finite and greater than 0"),
+        ({"timeout": timedelta(0)}, "strategy.timeout=0.0 must be finite and between 1 second"),
+        ({"timeout": timedelta.max}, "strategy.timeout=86400000000000.0 must be finite"),
         ({"start_method": "Popen"}, "strategy.start_method='Popen' must be one of popen, "),
         ({"start_method": None}, "strategy.start_method=None must be one of popen, "),
         ({"expert_parallel": 0}, "strategy.expert_parallel=0 must be a positive integer"),
@@ -89,6 +96,22 @@ def test_what_only_looks_like_true_or_false_is_refused_on_construction(value: ob
         ExpertParallelStrategy(**options)
     expected = f"strategy.distributed_optimizer={value!r} must be true or false, got "
     assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout": 1},
+        {"timeout": timedelta(days=30)},
+        {"bucket_mb": 1e-6},
+        {"bucket_mb": 1e6},
+        {"dispatcher": "static", "capacity_factor": 1e-3},
+        {"dispatcher": "static", "capacity_factor": 1e4},
+    ],
+)
+def test_the_ends_of_what_numbers_may_be_are_accepted(options: dict[str, Any]) -> None:
+    strategy = ExpertParallelStrategy(**options)
+    assert int(strategy.bucket_mb * 2**20) >= 1
 
 
 def test_options_of_ddp_that_would_do_nothing_are_refused() -> None:
