@@ -127,6 +127,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
     def setup_environment(self) -> None:
         """Check sizes, connect the ranks, spread the experts of layers that exist already."""
         shape = self._shape()
+        self.dispatch.check_mesh(self.expert_parallel, shape.ep)
         limit = self._timeout
         assert limit is not None
         self._timeout = max(limit, _START_LIMIT)

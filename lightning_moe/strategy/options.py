@@ -105,6 +105,23 @@ class DispatchOptions:
                 "effect with strategy.dispatcher=all_to_all, which drops nothing; unset them or choose static"
             )
 
+    def check_mesh(self, expert_parallel: int | str, ep: int) -> None:
+        """Check that rows travel at all if there is a limit on them.
+
+        Args:
+            expert_parallel: as asked for.
+            ep: ranks that share out the experts; what became of it.
+
+        Raises:
+            ValueError: if the limit has no effect.
+        """
+        if ep == 1 and self.receive_limit is not None:
+            here = ", which is 1 here" if expert_parallel == "auto" else ""
+            raise ValueError(
+                f"strategy.receive_limit={self.receive_limit} has no effect with strategy.expert_parallel="
+                f"{expert_parallel}{here}: each rank has all experts, and no row travels; unset it"
+            )
+
     def build(self, group: AxisGroup, layer: MoEConfig) -> Dispatcher:
         """A dispatcher for one layer, whose experts the ranks of `group` share out."""
         if self.dispatcher == "static":

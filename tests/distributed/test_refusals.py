@@ -46,6 +46,26 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
 
 
 @pytest.mark.parametrize(
+    ("num_experts", "expert_parallel", "message"),
+    [
+        (4, 1, "has no effect with strategy.expert_parallel=1: each rank"),
+        (3, "auto", "has no effect with strategy.expert_parallel=auto, which is 1 here: each rank"),
+    ],
+)
+def test_a_limit_on_rows_is_refused_where_none_travel(
+    monkeypatch: pytest.MonkeyPatch, num_experts: int, expert_parallel: Any, message: str
+) -> None:
+    module = Recorded(config(num_experts=num_experts), torch.optim.AdamW)
+    for name, value in torchrun_variables(0, 4).items():
+        monkeypatch.setenv(name, value)
+    trainer = make_trainer(4, ExpertParallelStrategy(expert_parallel, receive_limit=5))
+    data = batches(0, 1, steps=1)
+    with pytest.raises(ValueError, match=f"strategy.receive_limit=5 {message}"):
+        trainer.fit(module, data, data)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dispatcher": "x"}, "strategy.dispatcher='x' must be one of all_to_all, static"),
