@@ -8,11 +8,10 @@ from typing import Any, Final, Literal, cast
 import lightning as L
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_moe.nn import MoE
 from lightning_moe.ops.capacity import Overflow
@@ -33,7 +32,13 @@ from lightning_moe.strategy.agreement import StopRequest
 from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
-from lightning_moe.strategy.options import DispatcherName, DispatchOptions, check_options
+from lightning_moe.strategy.options import (
+    DispatcherName,
+    DispatchOptions,
+    check_options,
+    refuse_lbfgs,
+    refuse_mixed_float16,
+)
 from lightning_moe.strategy.plain import restore_rng
 from lightning_moe.strategy.released_weights import ReleasedWeights
 
@@ -179,7 +184,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         mesh, module = self._connected(), self.lightning_module
-        self._refuse_mixed_float16()
+        refuse_mixed_float16(self.precision_plugin, self.world_size)
         # Layers that `configure_model` built after `setup_environment`.
         for layer in module.modules():
             if isinstance(layer, MoE):
@@ -193,7 +198,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
-            self._refuse_lbfgs()
+            refuse_lbfgs(self.optimizers, mesh.shape.ep)
             self._share_out(self.layout)
         self.setup_precision_plugin()
         settle_backends(module, self.precision_plugin)
@@ -229,25 +234,6 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         if self.reducer is not None:
             self.reducer.detach()
         self.reducer = None
-
-    def _refuse_mixed_float16(self) -> None:
-        plugin = self.precision_plugin
-        if (
-            self.world_size > 1
-            and isinstance(plugin, MixedPrecision)
-            and plugin.precision == "16-mixed"
-        ):
-            raise ValueError(
-                "trainer.precision=16-mixed does not work with ExpertParallelStrategy on more than one rank: each "
-                "rank would judge by its own gradients whether to skip a step; use bf16-mixed"
-            )
-
-    def _refuse_lbfgs(self) -> None:
-        if self._connected().shape.ep > 1 and any(isinstance(o, LBFGS) for o in self.optimizers):
-            raise ValueError(
-                "LBFGS does not work with experts on several ranks: it needs inner products over all parameters; "
-                "use an elementwise optimizer such as AdamW, or strategy.expert_parallel=1"
-            )
 
     def setup_precision_plugin(self) -> None:
         """Clipping by norm must see all ranks, also where a user's module calls the plugin directly."""

@@ -1,8 +1,12 @@
 """The strategy's options: what each may be, which of them go together, and the dispatcher that they ask for."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
 from typing import Any, Final, Literal, get_args
+
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from torch.optim import LBFGS, Optimizer
 
 from lightning_moe.config import MoEConfig
 from lightning_moe.config.checks import (
@@ -68,6 +72,32 @@ def _refuse_unknown(lightning_options: dict[str, Any]) -> None:
         raise TypeError(
             f"ExpertParallelStrategy has no option {unknown[0]!r}; DDP's own options have no effect here, since the "
             "module isn't wrapped in DistributedDataParallel"
+        )
+
+
+def refuse_mixed_float16(plugin: Precision, world: int) -> None:
+    """Loss scaling skips steps, and each rank would skip others.
+
+    Raises:
+        ValueError: if `plugin` scales losses on several ranks.
+    """
+    if world > 1 and isinstance(plugin, MixedPrecision) and plugin.precision == "16-mixed":
+        raise ValueError(
+            "trainer.precision=16-mixed does not work with ExpertParallelStrategy on more than one rank: each "
+            "rank would judge by its own gradients whether to skip a step; use bf16-mixed"
+        )
+
+
+def refuse_lbfgs(optimizers: Iterable[Optimizer], ep: int) -> None:
+    """No optimizer may need more of a parameter than one rank of `ep` holds.
+
+    Raises:
+        ValueError: if one is LBFGS.
+    """
+    if ep > 1 and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS does not work with experts on several ranks: it needs inner products over all parameters; "
+            "use an elementwise optimizer such as AdamW, or strategy.expert_parallel=1"
         )
 
 
