@@ -1,15 +1,20 @@
-"""What all ranks must agree on before they go on: numbers of batches, and the wish to stop."""
+"""What all ranks must agree on before they go on: options, numbers of batches, and the wish to stop."""
 
 import math
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 
+from lightning_moe.nn import MoE
 from lightning_moe.parallel.collectives import AxisGroup
+from lightning_moe.strategy.precision import MoEPrecision
 
 
 def largest_and_smallest(
@@ -46,22 +51,54 @@ def refuse_uneven(
             )
 
 
+def layer_options(module: nn.Module, plugin: Precision) -> dict[str, object]:
+    """What decides how MoE layers compute, and what they send to other ranks; before they are set up."""
+    options: dict[str, object] = {
+        "trainer.precision": f"{plugin.precision} by {type(plugin).__name__}"
+    }
+    if isinstance(plugin, MoEPrecision):
+        options |= {
+            "MoEPrecision experts": plugin.experts,
+            "MoEPrecision": plugin.fp8,
+            "MoEPrecision linears": plugin.linears and plugin.linears.recipe,
+        }
+    for name, layer in module.named_modules():
+        if isinstance(layer, MoE):
+            options |= {
+                f"width of {name}": layer.router.weight.shape[1],
+                f"{name}: model.moe": layer.config,
+            }
+    return options
+
+
 def refuse_different(options: Sequence[Mapping[str, object]]) -> None:
     """Ranks that were built with different options would go different ways without a word.
 
     Args:
-        options: of every rank; equal on all.
+        options: of every rank; equal on all. A value may be a config.
 
     Raises:
         ValueError: on every rank, naming the first difference.
     """
     for rank, other in enumerate(options):
-        for name, value in options[0].items():
-            if other.get(name) != value:
+        for name in {**options[0], **other}:
+            values = options[0].get(name, "missing"), other.get(name, "missing")
+            if values[0] != values[1]:
+                where, first, second = _first_difference(name, *values)
                 raise ValueError(
-                    f"{name} is {value} on rank 0 and {other.get(name)} on rank {rank}; if it is drawn at random, draw "
-                    "it once and give it to all ranks (in Hydra: a resolver with use_cache=True)"
+                    f"{where} is {first} on rank 0 and {second} on rank {rank}; all ranks need the same. If it is "
+                    "drawn at random, draw it once and give it to all (in Hydra: a resolver with use_cache=True)"
                 )
+
+
+def _first_difference(name: str, first: object, second: object) -> tuple[str, object, object]:
+    """The innermost option in which two values differ."""
+    if is_dataclass(first) and type(first) is type(second):
+        for field in fields(first):
+            own, other = getattr(first, field.name), getattr(second, field.name)
+            if own != other:
+                return _first_difference(f"{name}.{field.name}", own, other)
+    return name, first, second
 
 
 class EndTogether:

@@ -19,7 +19,7 @@ from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
 from lightning_moe.optim.step_window import close_window, divide_ahead
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.clip import clip_, global_norm
-from lightning_moe.parallel.collectives import ProcessMesh
+from lightning_moe.parallel.collectives import ProcessMesh, gather_objects
 from lightning_moe.parallel.layout import ParamLayout
 from lightning_moe.parallel.mesh import (
     MeshShape,
@@ -28,7 +28,7 @@ from lightning_moe.parallel.mesh import (
 )
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
-from lightning_moe.strategy.agreement import StopRequest
+from lightning_moe.strategy.agreement import StopRequest, layer_options, refuse_different
 from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
@@ -184,6 +184,8 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         mesh, module = self._connected(), self.lightning_module
+        if mesh.shape.world > 1:
+            refuse_different(gather_objects(self._options_of_layers(module)))
         refuse_mixed_float16(self.precision_plugin, self.world_size)
         # Layers that `configure_model` built after `setup_environment`.
         for layer in module.modules():
@@ -205,6 +207,14 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         if fitting:
             self._follow_optimizers()
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _options_of_layers(self, module: nn.Module) -> dict[str, object]:
+        return {
+            "strategy": self.dispatch,
+            "strategy.distributed_optimizer": self.distributed_optimizer,
+            "strategy.bucket_mb": self.bucket_mb,
+            **layer_options(module, self.precision_plugin),
+        }
 
     def _share_out(self, layout: ParamLayout) -> None:
         """Optimizer state to its owners, and the hooks that reduce gradients.
