@@ -49,7 +49,7 @@ class ShardedState:
         names = layout.name_of()
         refuse_foreign_parameters(optimizers, layout)
         for optimizer in optimizers:
-            refuse_unless_elementwise(optimizer)
+            refuse_unless_elementwise(optimizer, only_masters=bool(self._stores))
             for group in optimizer.param_groups:
                 targets = [self._target(names, parameter) for parameter in group["params"]]
                 for parameter, target in zip(group["params"], targets, strict=True):
@@ -204,8 +204,12 @@ def refuse_foreign_parameters(optimizers: list[Optimizer], layout: ParamLayout) 
                 )
 
 
-def refuse_unless_elementwise(optimizer: Optimizer) -> None:
+def refuse_unless_elementwise(optimizer: Optimizer, *, only_masters: bool = False) -> None:
     """Check by trial that updating a matrix in parts gives what updating it whole gives.
+
+    Args:
+        optimizer: any; it isn't changed.
+        only_masters: whether weights are to be dropped for the masters that its parts hold; for the message.
 
     Raises:
         ValueError: if it doesn't, as with Muon, Adafactor or LBFGS, or if the trial fails.
@@ -214,6 +218,10 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     advice = (
         "use an elementwise optimizer such as AdamW, or set strategy.distributed_optimizer=False"
     )
+    if only_masters:
+        advice += (
+            " and model.moe.fp8.fp8_only=false (fp8_only=False of MoEPrecision, if that asked), which needs it"
+        )
     options = [
         {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "name")}
         for group in optimizer.param_groups

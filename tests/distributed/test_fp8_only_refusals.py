@@ -24,6 +24,24 @@ from tests.distributed.lightning_ranks import (
 from tests.ranks import run_ranks
 
 
+class _Adafactor(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def _optimizer_error(rank: int, world: int) -> str:
+    join_lightning(rank, world)
+    trainer = make_trainer(world, ExpertParallelStrategy(1), precision="32-true")
+    with pytest.raises(ValueError, match="Adafactor updates a matrix differently") as error:
+        trainer.fit(module_in("only", kind=_Adafactor), loader(rank, world))
+    return str(error.value)
+
+
+def test_who_keeps_no_weights_is_not_told_to_do_without_masters_alone() -> None:
+    (message,) = run_ranks(_optimizer_error, 1)
+    assert "strategy.distributed_optimizer=False and model.moe.fp8.fp8_only=false" in message
+
+
 def _error(rank: int, world: int, options: dict[str, Any], strategy: dict[str, Any]) -> str:
     join_lightning(rank, world)
     if "callbacks" in options:

@@ -58,9 +58,13 @@ def test_elementwise_optimizers_are_accepted_and_left_untouched(
 def test_other_optimizers_are_refused_with_what_to_do(
     make: Callable[[Any], Optimizer], message: str
 ) -> None:
+    advice = "or set strategy.distributed_optimizer=False"
     with pytest.raises(ValueError, match=message) as caught:
         refuse_unless_elementwise(make(_parameters()))
-    assert "strategy.distributed_optimizer=False" in str(caught.value)
+    assert str(caught.value).endswith(advice)
+    with pytest.raises(ValueError, match=message) as caught:
+        refuse_unless_elementwise(make(_parameters()), only_masters=True)
+    assert f"{advice} and model.moe.fp8.fp8_only=false (" in str(caught.value)
 
 
 def test_the_trial_draws_nothing_from_the_global_generator() -> None:
