@@ -219,9 +219,7 @@ def refuse_unless_elementwise(optimizer: Optimizer, *, only_masters: bool = Fals
         "use an elementwise optimizer such as AdamW, or set strategy.distributed_optimizer=False"
     )
     if only_masters:
-        advice += (
-            " and model.moe.fp8.fp8_only=false (fp8_only=False of MoEPrecision, if that asked), which needs it"
-        )
+        advice += " and model.moe.fp8.fp8_only=false (fp8_only=False of MoEPrecision, if that asked), which needs it"
     options = [
         {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "name")}
         for group in optimizer.param_groups

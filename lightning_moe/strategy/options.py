@@ -28,10 +28,15 @@ DispatcherName = Literal["all_to_all", "static"]
 
 _START_METHODS: Final = ("popen", *get_all_start_methods())
 
+
+def _between(lowest: float, highest: float, text: str) -> Interval:
+    return Interval(text, lambda number: lowest <= number <= highest)
+
+
 # Wide enough for any use, and far from where clocks, sizes of messages and numbers of slots overflow.
-_TIMEOUT_S: Final = Interval("between 1 second and 30 days", lambda s: 1 <= s <= 30 * 24 * 3600)
-_BUCKET_MIB: Final = Interval("between 1e-6 (one byte) and 1e6", lambda mib: 1e-6 <= mib <= 1e6)
-_CAPACITY_FACTOR: Final = Interval("between 0.001 and 10000", lambda f: 1e-3 <= f <= 1e4)
+_TIMEOUT_S: Final = _between(1.0, 30 * 24 * 3600.0, "between 1 second and 30 days")
+_BUCKET_MIB: Final = _between(1e-6, 1e6, "between 1e-6 (one byte) and 1e6")
+_CAPACITY_FACTOR: Final = _between(1e-3, 1e4, "between 0.001 and 10000")
 
 # What `DDPStrategy` takes and this strategy serves as well.
 _LIGHTNING_OPTIONS: Final = frozenset(

@@ -78,7 +78,10 @@ def test_a_limit_on_rows_is_refused_where_none_travel(
             "capacity_factor=0.0 must be finite and between 0.001 and 10000",
         ),
         ({"dispatcher": "static", "capacity_factor": 1e-9}, "strategy.capacity_factor=1e-09 must"),
-        ({"dispatcher": "static", "capacity_factor": 1e18}, r"strategy.capacity_factor=1e\+18 must"),
+        (
+            {"dispatcher": "static", "capacity_factor": 1e18},
+            r"strategy.capacity_factor=1e\+18 must",
+        ),
         ({"capacity_factor": 2.0}, "have no effect with strategy.dispatcher=all_to_all"),
         ({"dispatcher": "static", "receive_limit": 9}, "receive_limit=9 has no effect"),
         ({"receive_limit": 0}, "strategy.receive_limit=0 must be at least 1"),
@@ -121,7 +124,7 @@ def test_what_only_looks_like_true_or_false_is_refused_on_construction(value: ob
 @pytest.mark.parametrize(
     "options",
     [
-        {"timeout": 1},
+        {"timeout": 1.0},
         {"timeout": timedelta(days=30)},
         {"bucket_mb": 1e-6},
         {"bucket_mb": 1e6},
