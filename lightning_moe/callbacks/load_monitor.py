@@ -36,6 +36,7 @@ from lightning_moe.callbacks.step_statistics import (
     not_fatal,
     step_statistics,
 )
+from lightning_moe.config.checks import AT_LEAST_ONE, check_bools, check_ints, given
 from lightning_moe.nn import MoE
 from lightning_moe.ops.load import load_max_over_mean, of_layers
 from lightning_moe.optim import StepStatistics, window_of
@@ -72,7 +73,8 @@ class ExpertLoadMonitor(L.Callback):
         write_files: off, nothing is written or drawn.
 
     Raises:
-        ValueError: if an argument is of another kind; at the start of training, if the module has no MoE layer.
+        TypeError: if an argument is of another type.
+        ValueError: if a number is below 1; at the start of training, if the module has no MoE layer.
     """
 
     def __init__(
@@ -83,18 +85,13 @@ class ExpertLoadMonitor(L.Callback):
         alarm: bool = True,
         write_files: bool = True,
     ) -> None:
-        if type(recent_steps) is not int or recent_steps < 1:
-            raise ValueError(
-                f"ExpertLoadMonitor: recent_steps={recent_steps!r} must be a whole number, at least 1"
-            )
-        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
-            raise ValueError(
-                f"ExpertLoadMonitor: every_n_steps={every_n_steps!r} must be a whole number, at least 1, or null for "
-                "trainer.log_every_n_steps"
-            )
-        for name, value in (("alarm", alarm), ("write_files", write_files)):
-            if type(value) is not bool:
-                raise ValueError(f"ExpertLoadMonitor: {name}={value!r} must be true or false")
+        check_ints(
+            "ExpertLoadMonitor",
+            AT_LEAST_ONE,
+            recent_steps=recent_steps,
+            **given(every_n_steps=every_n_steps),
+        )
+        check_bools("ExpertLoadMonitor", alarm=alarm, write_files=write_files)
         self.every_n_steps = every_n_steps
         self.recent_steps = recent_steps
         self.alarm = alarm

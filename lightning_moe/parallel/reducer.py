@@ -114,7 +114,7 @@ class GradientReducer:
                     self._wide_sums.pop(name, None)
 
         # On the object, not its class: it stays what the user built, and pickling leaves this out.
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # as said above
 
     def finish(self) -> None:
         """Send what hasn't left yet, wait, and hand gradients to their owners. Call after the backward of a step.

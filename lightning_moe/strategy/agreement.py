@@ -162,5 +162,5 @@ def is_sized(loader: object) -> bool:
     """Whether the number of batches is known before iteration."""
     try:
         return isinstance(loader, Sized) and math.isfinite(len(loader))
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # how loaders of iterable data say that it isn't known
         return False

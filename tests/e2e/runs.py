@@ -157,6 +157,20 @@ def run(folder: Path, module: MoEModule, batches: list[TokenBatch], **options: o
     return Run(weights, history.steps, trainer.global_step)
 
 
+def train_losses(
+    batches: list[TokenBatch],
+    folder: Path,
+    module: L.LightningModule,
+    ckpt_path: str | None = None,
+    **options: object,
+) -> list[float]:
+    """`train/loss` of every step; the first batch serves to validate as well."""
+    history = History()
+    trainer = make_trainer(folder, callbacks=[history], **options)
+    trainer.fit(module, make_loader(batches), make_loader(batches[:1]), ckpt_path=ckpt_path)
+    return [step["train/loss"] for step in history.steps]
+
+
 def train_by_hand(
     module: MoEModule, steps: Iterable[Sequence[TokenBatch]], *, scope: str = "sequence"
 ) -> Run:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from lightning_moe.config import LayerConfig, MoEConfig, SharedExpertConfig
 from lightning_moe.precision import LinearRecipe
 from lightning_moe.strategy.linears import LinearSwap
 from tests.e2e.runs import (
-    History,
     make_batches,
     make_loader,
     make_module,
     make_trainer,
     tiny_config,
+    train_losses,
 )
 
 _TINY = tiny_config(bias_gamma=1e-3)
@@ -34,23 +35,12 @@ CONFIG = replace(
 )
 # 16 and 8 rows of tokens: no format has blocks of 8.
 BATCHES = make_batches([(8, 3), (5,), (7, 2), (2, 2)])
+_fit = partial(train_losses, BATCHES)
 ROWWISE = {"linears": "fp8_rowwise", "base": "32-true", "emulate": True}
 
 
 def _module(**options: Any) -> MoEModule:
     return make_module(replace(CONFIG, **options), MoEModule, OptimConfig(lr=0.03))
-
-
-def _fit(
-    folder: Path,
-    module: L.LightningModule,
-    ckpt_path: str | None = None,
-    **options: Any,
-) -> list[float]:
-    history = History()
-    trainer = make_trainer(folder, callbacks=[history], **options)
-    trainer.fit(module, make_loader(BATCHES), make_loader(BATCHES[:1]), ckpt_path=ckpt_path)
-    return [step["train/loss"] for step in history.steps]
 
 
 @pytest.mark.parametrize(

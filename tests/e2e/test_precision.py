@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from lightning_moe import FP8Config, MoEModule, MoEPrecision, OptimConfig
 from lightning_moe.config import MoEConfig
 from tests.e2e.own_modules import OwnModule
 from tests.e2e.runs import (
-    History,
     make_batches,
     make_loader,
     make_module,
     make_trainer,
     tiny_config,
+    train_losses,
 )
 
 _TINY = tiny_config(bias_gamma=1e-3)
 assert isinstance(_TINY.moe, MoEConfig)
 CONFIG = replace(_TINY, d_model=32, moe=replace(_TINY.moe, hidden_size=32))
 BATCHES = make_batches([(8, 3), (1, 5), (7, 2), (2, 2)])
+_fit = partial(train_losses, BATCHES)
 MXFP8 = {"experts": "mxfp8", "base": "32-true", "emulate": True}
 
 
@@ -33,18 +35,6 @@ def _module(**moe: Any) -> MoEModule:
     assert isinstance(CONFIG.moe, MoEConfig)
     config = replace(CONFIG, moe=replace(CONFIG.moe, **moe))
     return make_module(config, MoEModule, OptimConfig(lr=0.03))
-
-
-def _fit(
-    folder: Path,
-    module: L.LightningModule,
-    ckpt_path: str | None = None,
-    **options: Any,
-) -> list[float]:
-    history = History()
-    trainer = make_trainer(folder, callbacks=[history], **options)
-    trainer.fit(module, make_loader(BATCHES), make_loader(BATCHES[:1]), ckpt_path=ckpt_path)
-    return [step["train/loss"] for step in history.steps]
 
 
 @pytest.mark.parametrize("base", ["32-true", "bf16-mixed", "bf16-true"])
