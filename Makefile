@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install
 PYTEST := $(BIN)/python -m pytest
 SERIAL := distributed or golden or e2e or parity
-GATED := lightning_moe/ops/*,lightning_moe/nn/*,lightning_moe/config/*,lightning_moe/optim/*
+GATED := lightning_moe/ops/*,lightning_moe/nn/*,lightning_moe/config/*,lightning_moe/optim/*,lightning_moe/step/*
 
 .PHONY: train test check format coverage clean distclean
 .PHONY: check-format check-lint check-spelling check-layers check-types check-style

@@ -19,15 +19,15 @@ from lightning_moe.config import (
 from lightning_moe.config.data import DataConfig
 
 if TYPE_CHECKING:
+    from lightning_moe.checkpoint.whole import load_weights
     from lightning_moe.data import TokenBatch, TokenDataModule
     from lightning_moe.module import MoEModule
-    from lightning_moe.optim import (
+    from lightning_moe.step import (
         StepWindow,
         assert_balance_invariant,
         close_window,
         step_router_losses,
     )
-    from lightning_moe.parallel.whole_checkpoint import load_weights
     from lightning_moe.strategy import ExpertParallelStrategy, MoEPrecision
 
 __version__ = "0.1.0"
@@ -60,13 +60,13 @@ _FIRST_USE: Final = {
     "ExpertParallelStrategy": "lightning_moe.strategy",
     "MoEModule": "lightning_moe.module",
     "MoEPrecision": "lightning_moe.strategy",
-    "StepWindow": "lightning_moe.optim",
+    "StepWindow": "lightning_moe.step",
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",
-    "assert_balance_invariant": "lightning_moe.optim",
-    "close_window": "lightning_moe.optim",
-    "load_weights": "lightning_moe.parallel.whole_checkpoint",
-    "step_router_losses": "lightning_moe.optim",
+    "assert_balance_invariant": "lightning_moe.step",
+    "close_window": "lightning_moe.step",
+    "load_weights": "lightning_moe.checkpoint.whole",
+    "step_router_losses": "lightning_moe.step",
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
+from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.config import OptimConfig, TransformerConfig, from_mapping, to_mapping
 from lightning_moe.data import TokenBatch
 from lightning_moe.metrics import TokenMean
@@ -26,15 +27,9 @@ from lightning_moe.nn import MoE, MoETransformer, Routing
 from lightning_moe.nn.init import draw_seed
 from lightning_moe.ops.compiled import compile_refusal
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
-from lightning_moe.optim import (
-    StepWindow,
-    build_optimizer,
-    close_window,
-    learning_rate_factor,
-    step_router_losses,
-)
-from lightning_moe.optim.step_window import refuse_unclosed
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.optim import build_optimizer, learning_rate_factor
+from lightning_moe.step import StepWindow, close_window, step_router_losses
+from lightning_moe.step.window import refuse_unclosed
 from lightning_moe.strategy import ExpertParallelStrategy
 from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.log_step import align_log_step
@@ -45,7 +40,7 @@ class MoEModule(L.LightningModule):
     """Trains an MoE transformer on batches of tokens (`TokenBatch`).
 
     Cross-entropy and auxiliary losses are summed over tokens and divided once per optimizer step by all its tokens:
-    gradients don't depend on accumulation, ranks or padding (`optim.StepWindow`). Logged per optimizer step:
+    gradients don't depend on accumulation, ranks or padding (`step.StepWindow`). Logged per optimizer step:
     `train/loss train/ce train/balance_loss train/z_loss train/lr train/tokens_per_second`, by its callbacks
     `train/grad_norm train/skipped_steps train/load_max_over_mean`; per validation `val/ce val/bits_per_byte`.
     `balance_loss` and `z_loss` are means over layers without weights. All losses are in nats.
@@ -108,7 +103,7 @@ class MoEModule(L.LightningModule):
     # ---- steps -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Float[Tensor, ""]:
-        """Sum of all losses over the labelled tokens, divided by a constant; see `optim.StepWindow`."""
+        """Sum of all losses over the labelled tokens, divided by a constant; see `step.StepWindow`."""
         with self._noise_of_batch(0):
             head, records, num_tokens = self._losses(batch)
         self._open_window(batch)

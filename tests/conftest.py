@@ -24,11 +24,11 @@ TIERS = ("distributed", "golden", "e2e", "parity", "gpu")
 # rank pays for them again, seconds each. rank_preload comes first: it installs the shape checker.
 multiprocessing.set_forkserver_preload(
     [
-        "tests.rank_preload",
+        "tests.kit.rank_preload",
         "torch.distributed",
         "torch._dynamo",
         "torch.testing._comparison",
-        "tests.ranks",
+        "tests.kit.ranks",
     ]
 )
 

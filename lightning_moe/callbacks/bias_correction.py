@@ -6,7 +6,7 @@ import torch
 from lightning_moe.callbacks.step_statistics import moe_layers, step_statistics
 from lightning_moe.nn import MoE
 from lightning_moe.ops.bias import updated_score_bias
-from lightning_moe.optim import StepStatistics
+from lightning_moe.step import StepStatistics
 
 
 class RouterBiasCorrection(L.Callback):

@@ -6,9 +6,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_moe.optim import close_window
 from lightning_moe.parallel.layout import plain_name
 from lightning_moe.precision import ReleasedParameter
+from lightning_moe.step import close_window
 
 
 class NonFiniteGuard(L.Callback):

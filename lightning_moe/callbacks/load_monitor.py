@@ -39,7 +39,7 @@ from lightning_moe.callbacks.step_statistics import (
 from lightning_moe.config.checks import AT_LEAST_ONE, check_bools, check_ints, given
 from lightning_moe.nn import MoE
 from lightning_moe.ops.load import load_max_over_mean, of_layers
-from lightning_moe.optim import StepStatistics, window_of
+from lightning_moe.step import StepStatistics, window_of
 from lightning_moe.strategy import ExpertParallelStrategy
 
 

@@ -21,7 +21,7 @@ from lightning_moe.callbacks.step_statistics import (
     not_fatal,
 )
 from lightning_moe.nn import MoE, Routing, TokenRoutes
-from lightning_moe.optim import window_of
+from lightning_moe.step import window_of
 
 
 class RoutingTrace(L.Callback):

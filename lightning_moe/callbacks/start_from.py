@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 from torch.optim import Optimizer
 
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
 
 

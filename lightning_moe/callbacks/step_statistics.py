@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import lightning as L
 
 from lightning_moe.nn import MoE
-from lightning_moe.optim import StepStatistics, close_window
+from lightning_moe.step import StepStatistics, close_window
 
 
 def moe_layers(module: L.LightningModule, asked_by: str) -> list[MoE]:

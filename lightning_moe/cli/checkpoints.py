@@ -10,8 +10,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.config import OptimConfig, to_mapping
-from lightning_moe.parallel.whole_checkpoint import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
 
 # Restored with the optimizer and its schedule, so that a resumed run never reads them from the options.

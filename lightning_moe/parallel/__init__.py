@@ -2,10 +2,10 @@
 
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.collectives import AxisGroup, Ledger, ProcessMesh
-from lightning_moe.parallel.dispatch import AllToAllDispatcher
 from lightning_moe.parallel.layout import ParamLayout, ParamSpec
 from lightning_moe.parallel.mesh import MeshShape, resolve_expert_parallel
 from lightning_moe.parallel.reducer import GradientReducer
+from lightning_moe.parallel.transports.all_to_all import AllToAllDispatcher
 
 __all__ = [
     "AllToAllDispatcher",

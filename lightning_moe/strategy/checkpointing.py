@@ -15,23 +15,23 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_moe.optim.sharded import ShardedState, part_of
-from lightning_moe.parallel import checkpoint as folders
-from lightning_moe.parallel.checkpoint import INFO, MASTER
-from lightning_moe.parallel.checkpoint_layout import FolderLayout
-from lightning_moe.parallel.collectives import gather_objects
-from lightning_moe.parallel.layout import ParamLayout, plain_name
-from lightning_moe.parallel.whole_checkpoint import read_file
-from lightning_moe.strategy.joint_errors import agree, jointly
-from lightning_moe.strategy.optimizer_states import (
+from lightning_moe.checkpoint import folder as folders
+from lightning_moe.checkpoint.folder import INFO, MASTER
+from lightning_moe.checkpoint.optimizer_states import (
     by_name,
     check_groups,
     fitting,
     merged,
     split_off_tensors,
 )
+from lightning_moe.checkpoint.parts import FolderLayout
+from lightning_moe.checkpoint.trees import take_trees
+from lightning_moe.checkpoint.whole import read_file
+from lightning_moe.optim.sharded import ShardedState, part_of
+from lightning_moe.parallel.collectives import gather_objects
+from lightning_moe.parallel.layout import ParamLayout, plain_name
+from lightning_moe.strategy.joint_errors import agree, jointly
 from lightning_moe.strategy.plain import plain, rank_state
-from lightning_moe.strategy.trees import take_trees
 
 
 class FolderCheckpoints(DDPStrategy):

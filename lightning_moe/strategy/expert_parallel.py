@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_moe.nn import MoE
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
-from lightning_moe.optim.step_window import close_window, divide_ahead
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.clip import clip_, global_norm
 from lightning_moe.parallel.collectives import ProcessMesh, gather_objects
@@ -28,6 +27,7 @@ from lightning_moe.parallel.mesh import (
 )
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
+from lightning_moe.step.window import close_window, divide_ahead
 from lightning_moe.strategy.agreement import StopRequest, layer_options, refuse_different
 from lightning_moe.strategy.backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
@@ -283,7 +283,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         model: L.LightningModule | nn.Module | None = None,
         **options: Any,
     ) -> object:
-        """Close the step's window before any callback or clipping sees gradients (`optim.StepWindow`)."""
+        """Close the step's window before any callback or clipping sees gradients (`step.StepWindow`)."""
 
         def closed() -> object:
             result = closure()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_moe.parallel.checkpoint import UNREADABLE
+from lightning_moe.checkpoint.folder import UNREADABLE
 from lightning_moe.parallel.collectives import gather_objects
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from lightning_moe.config.checks import (
 from lightning_moe.nn import Dispatcher, LocalDispatcher
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.parallel.collectives import AxisGroup
-from lightning_moe.parallel.dispatch import AllToAllDispatcher
-from lightning_moe.parallel.static_dispatch import StaticDispatcher
+from lightning_moe.parallel.transports.all_to_all import AllToAllDispatcher
+from lightning_moe.parallel.transports.static import StaticDispatcher
 
 DispatcherName = Literal["all_to_all", "static"]
 

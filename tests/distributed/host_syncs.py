@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.operators import Watch
+from tests.kit.operators import Watch
 
 
 class HostSyncs(Watch):

@@ -19,7 +19,7 @@ from lightning_moe.parallel import (
     ProcessMesh,
     apply_expert_parallel,
 )
-from lightning_moe.parallel.static_dispatch import StaticDispatcher
+from lightning_moe.parallel.transports.static import StaticDispatcher
 from tests.unit.nn.randomized import randomized
 
 WIDTH = 6

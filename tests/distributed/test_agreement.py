@@ -8,7 +8,7 @@ import torch
 
 from lightning_moe import FP8Config, MoEPrecision
 from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 EMULATED = FP8Config(emulate=True)
 MXFP8: dict[str, Any] = {"backend": "mxfp8", "fp8": EMULATED}

@@ -8,10 +8,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor
 
 from lightning_moe import ExpertParallelStrategy
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from tests.distributed.checkpoint_runs import fit
 from tests.distributed.lightning_ranks import NUM_EXPERTS, make_module, whole_state
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _averaging(kind: str) -> L.Callback:

@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from tests.distributed.checkpoint_runs import OwnModule, fit, make_own, message_of
 from tests.distributed.lightning_ranks import NUM_EXPERTS
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 class _Keeps(L.Callback):

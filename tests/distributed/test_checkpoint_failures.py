@@ -9,9 +9,9 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from tests.distributed.lightning_ranks import join_lightning, loader, make_module, make_trainer
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _weights(path: Path) -> float:

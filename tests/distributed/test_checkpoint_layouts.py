@@ -13,7 +13,7 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from torch import Tensor
 
 from lightning_moe import ExpertParallelStrategy, load_weights
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from tests.distributed.lightning_ranks import (
     NUM_EXPERTS,
     Module,
@@ -27,7 +27,7 @@ from tests.distributed.lightning_ranks import (
     run_plans,
     whole_state,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 Case = tuple[str, int, int, bool, str]  # name, ranks, ep, distributed optimizer, precision
 

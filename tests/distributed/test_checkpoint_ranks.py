@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.distributed.checkpoint_runs import OwnModule, fit, make_own
 from tests.distributed.lightning_ranks import Resumable, batches, join_lightning, make_trainer
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _noise(

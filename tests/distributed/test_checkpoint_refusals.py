@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_moe.callbacks import StartFrom
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from tests.distributed.checkpoint_runs import fit, make_own, message_of
 from tests.distributed.lightning_ranks import join_lightning, loader, make_trainer
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _save_own(rank: int, world: int, path: Path, steps: int, weights_only: bool) -> None:

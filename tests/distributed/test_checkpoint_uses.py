@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_moe import ExpertParallelStrategy, MoEModule
 from lightning_moe.callbacks import StartFrom
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from tests.distributed.checkpoint_runs import fit
 from tests.distributed.lightning_ranks import Module, batches, loader, make_module, whole_state
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _with_model_checkpoint(rank: int, world: int, folder: Path, last: object) -> dict[str, Any]:

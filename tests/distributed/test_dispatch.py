@@ -20,8 +20,8 @@ from tests.distributed.layers import (
     run,
     spread,
 )
-from tests.memory import LiveBytes
-from tests.ranks import run_ranks
+from tests.kit.memory import LiveBytes
+from tests.kit.ranks import run_ranks
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])

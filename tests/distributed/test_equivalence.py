@@ -19,7 +19,7 @@ from tests.distributed.trainer_runs import (
     parallel,
     whole_weights,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 STEPS = 20
 CLIP = 0.05

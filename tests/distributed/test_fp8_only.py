@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_moe import ExpertParallelStrategy
-from lightning_moe.parallel.whole_checkpoint import read_whole
+from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.precision import ReleasedParameter
 from tests.distributed.fp8_only_runs import differences, expert_weights, module_in
 from tests.distributed.lightning_ranks import (
@@ -19,7 +19,7 @@ from tests.distributed.lightning_ranks import (
     loader,
     make_trainer,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 LAYOUTS = pytest.mark.parametrize(
     ("world", "ep", "precision"),

@@ -21,7 +21,7 @@ from tests.distributed.lightning_ranks import (
     loader,
     make_trainer,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 class _Adafactor(Module):

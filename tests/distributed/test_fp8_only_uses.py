@@ -19,7 +19,7 @@ from tests.distributed.lightning_ranks import (
     loader,
     make_trainer,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _evaluations(rank: int, world: int, ep: int) -> list[Any]:

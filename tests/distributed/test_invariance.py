@@ -20,7 +20,7 @@ from lightning_moe import (
 )
 from lightning_moe.config import BALANCE_INVARIANCE
 from tests.distributed.trainer_runs import Recorded, batches, fit, parallel, whole_weights
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 STEPS = 3
 SEQUENCES = 16  # per step, over all ranks and micro-batches

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.trainer_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 class Counted(Recorded):

@@ -9,7 +9,7 @@ import torch
 
 from lightning_moe.callbacks import ExpertLoadMonitor, read_history
 from tests.distributed.trainer_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 STEPS = 5
 

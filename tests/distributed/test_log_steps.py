@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_moe import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from tests.distributed.lightning_ranks import join_lightning, make_trainer
-from tests.ranks import run_ranks
-from tests.step_logger import StepLogger
+from tests.kit.ranks import run_ranks
+from tests.kit.step_logger import StepLogger
 
 NUM_BATCHES = 8
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_moe.parallel.collectives import ProcessMesh
 from lightning_moe.parallel.mesh import MeshShape
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _threads() -> int:

@@ -20,7 +20,7 @@ from tests.distributed.layers import (
     run,
     spread,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 WIDTH = 32
 # Of the layer, and whether autocast computes in bfloat16.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_moe import FP8Config, MoEConfig, MoEPrecision, SharedExpertConfig
 from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel, whole_weights
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _train(

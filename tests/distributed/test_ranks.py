@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _sum_over_ranks(rank: int, _world: int, start_D: torch.Tensor) -> torch.Tensor:

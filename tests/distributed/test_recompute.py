@@ -16,7 +16,7 @@ from lightning_moe.config import (
 )
 from lightning_moe.nn import MoETransformer, Routing, balance_loss, z_loss
 from tests.distributed.layers import connect, spread
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.unit.nn.randomized import randomized
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from tests.distributed.reducer_runs import (
     make_tokens,
     mean_square,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _one_step(rank: int, world: int, ep: int, split: bool) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.distributed.reducer_runs import Setup
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _partly_unused(rank: int, world: int, split: bool) -> None:

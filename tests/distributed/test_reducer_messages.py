@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.distributed.layers import Case
 from tests.distributed.reducer_runs import Net, Setup, assert_gradients, make_tokens, mean_square
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _accumulated(rank: int, world: int, ep: int, split: bool) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from lightning_moe import ExpertParallelStrategy
 from tests.distributed.lightning_ranks import make_trainer, torchrun_variables
 from tests.distributed.own_module import OwnModule
 from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

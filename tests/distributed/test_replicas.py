@@ -7,7 +7,7 @@ from lightning_moe.parallel import ParamLayout
 from lightning_moe.parallel.replicas import sync_replicas
 from tests.distributed.layers import Case, connect, spread
 from tests.distributed.reducer_runs import Net
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _specs(rank: int, world: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from lightning_moe.callbacks import RoutingTrace
 from lightning_moe.cli import main
 from lightning_moe.report.routes_diff import read_trace
 from tests.distributed.trainer_runs import batches, config, fit, parallel
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def _traced(rank: int, world: int, folder: str, recompute: str) -> None:

@@ -12,8 +12,8 @@ from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from tests.distributed.host_syncs import HostSyncs
 from tests.distributed.layers import WIDTH, Case, connect, run, spread
-from tests.ranks import run_ranks
-from tests.reference import expert as one_expert
+from tests.kit.ranks import run_ranks
+from tests.kit.reference import expert as one_expert
 
 CPU = torch.device("cpu")
 

@@ -32,7 +32,7 @@ from lightning_moe.strategy.linears import LinearSwap
 from tests.distributed import lightning_ranks
 from tests.distributed.layers import connect, spread
 from tests.e2e.runs import make_batches, make_loader, make_trainer, tiny_config
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -19,7 +19,7 @@ from lightning_moe import (
     TokenBatch,
     TransformerConfig,
 )
-from tests import reference
+from tests.kit import reference
 
 VOCAB_SIZE = 11
 SEQUENCE_LENGTH = 8
@@ -174,7 +174,7 @@ def train_losses(
 def train_by_hand(
     module: MoEModule, steps: Iterable[Sequence[TokenBatch]], *, scope: str = "sequence"
 ) -> Run:
-    """Gradient descent on all rows of a step at once, from the formulas of tests/reference.py.
+    """Gradient descent on all rows of a step at once, from the formulas of tests/kit/reference.py.
 
     Args:
         module: where the weights come from; it is left alone.

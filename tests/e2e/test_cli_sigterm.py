@@ -7,8 +7,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 
+from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.cli import main
-from lightning_moe.parallel.whole_checkpoint import read_whole
 from tests.e2e.test_cli import SMALL
 
 

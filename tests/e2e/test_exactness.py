@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from lightning_moe import TokenBatch
-from tests import reference
 from tests.e2e.runs import (
     GAMMA,
     LEARNING_RATE,
@@ -27,7 +26,8 @@ from tests.e2e.runs import (
     tiny_config,
     train_by_hand,
 )
-from tests.ranks import run_ranks
+from tests.kit import reference
+from tests.kit.ranks import run_ranks
 
 Closure = Callable[[], object]
 

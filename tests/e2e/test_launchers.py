@@ -16,7 +16,7 @@ from lightning_moe import ExpertParallelStrategy
 from lightning_moe.strategy import register_strategies
 from tests.distributed.lightning_ranks import Plan, batches, make_module, make_trainer, run_plans
 from tests.e2e.script_runs import run_script
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

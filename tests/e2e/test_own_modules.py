@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_moe import StepWindow, TokenBatch
 from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
-from lightning_moe.optim import close_window
+from lightning_moe.step import close_window
 from tests.e2e.own_modules import Adding, Manual, OwnModule, Recording
 from tests.e2e.runs import (
     GAMMA,

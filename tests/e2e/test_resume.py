@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule
 from tests.e2e.runs import GAMMA, History, make_module, make_trainer, tiny_config
-from tests.step_logger import StepLogger
+from tests.kit.step_logger import StepLogger
 
 # A resumed run writes where the first one wrote.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule, TransformerConfig
-from tests import reference
 from tests.e2e.runs import (
     GAMMA,
     Run,
@@ -28,6 +27,7 @@ from tests.e2e.runs import (
     run,
     tiny_config,
 )
+from tests.kit import reference
 
 ROUTER: dict[str, Any] = {
     "bias_gamma": GAMMA,

@@ -23,7 +23,7 @@ from tests.distributed.lightning_ranks import (
     make_trainer,
     whole_state,
 )
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 class _Stream(IterableDataset[TokenBatch]):

@@ -28,7 +28,7 @@ from lightning_moe.config import (
 from lightning_moe.nn import MoE, MoETransformer
 from lightning_moe.ops.top_experts import top_experts
 from lightning_moe.parallel import AxisGroup, Ledger
-from lightning_moe.parallel.static_dispatch import StaticDispatcher
+from lightning_moe.parallel.transports.static import StaticDispatcher
 from tests.gpu.linears import linear_accuracy, linear_speed
 from tests.gpu.measure import (
     GIB,

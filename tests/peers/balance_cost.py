@@ -24,6 +24,7 @@ from lightning_moe.callbacks import ExpertLoadMonitor
 from lightning_moe.cli.memory import keep_freed_memory
 from lightning_moe.config import BalanceScope
 from tests.distributed.trainer_runs import fit, parallel
+from tests.kit.ranks import run_ranks
 from tests.peers.rounds import (
     ENOUGH_ROUNDS,
     describe_machine,
@@ -32,7 +33,6 @@ from tests.peers.rounds import (
     take_turns,
 )
 from tests.peers.small_models import SIZES, VOCABULARY, Size
-from tests.ranks import run_ranks
 
 BASE: Final = "micro_batch"
 UNWATCHED: Final = "micro_batch, no ExpertLoadMonitor"

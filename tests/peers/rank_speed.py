@@ -36,8 +36,8 @@ from lightning_moe.parallel import (
     ProcessMesh,
     apply_expert_parallel,
 )
-from tests.memory import TouchedBytes
-from tests.ranks import run_ranks
+from tests.kit.memory import TouchedBytes
+from tests.kit.ranks import run_ranks
 
 VOCABULARY = 256
 SEQUENCE = 256

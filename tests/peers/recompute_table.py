@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_moe.cli.memory import keep_freed_memory
 from lightning_moe.config import Recompute
 from lightning_moe.nn import MoETransformer
-from tests.memory import LiveBytes, kept_bytes
+from tests.kit.memory import LiveBytes, kept_bytes
 from tests.peers import small_models
 from tests.peers.rounds import (
     ENOUGH_ROUNDS,

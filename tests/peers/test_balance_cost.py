@@ -6,8 +6,8 @@ from typing import get_args
 from rich.console import Console
 
 from lightning_moe.config import BalanceScope
+from tests.kit.ranks import run_ranks
 from tests.peers.balance_cost import SIZES, Run, measure, table
-from tests.ranks import run_ranks
 
 
 def test_every_scope_is_measured_and_compared_with_the_default() -> None:

@@ -8,7 +8,7 @@ from lightning_moe.callbacks import ExpertLoadMonitor
 from lightning_moe.nn import Routing
 from tests.e2e.own_modules import Scripted
 from tests.e2e.runs import History, make_batches, make_loader, make_trainer
-from tests.records import routing_record
+from tests.kit.records import routing_record
 
 HISTORY = "routing_history.npz"
 

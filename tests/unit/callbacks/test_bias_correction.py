@@ -24,7 +24,7 @@ from tests.e2e.runs import (
     tiny_config,
     train_by_hand,
 )
-from tests.records import routing_record
+from tests.kit.records import routing_record
 
 
 def _records(counts: list[list[int]]) -> list[Routing]:

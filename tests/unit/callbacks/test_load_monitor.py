@@ -25,7 +25,7 @@ from tests.e2e.runs import (
     run,
     tiny_config,
 )
-from tests.records import routing_record
+from tests.kit.records import routing_record
 from tests.unit.callbacks.monitored import HISTORY, RECORDS, Failing, fit
 
 

@@ -6,7 +6,7 @@ import math
 import torch
 
 from lightning_moe.callbacks.routing_sums import RoutingSums
-from tests.records import token_routes
+from tests.kit.records import token_routes
 from tests.unit.callbacks.monitored import RECORDS
 
 

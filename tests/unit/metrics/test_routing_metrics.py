@@ -23,8 +23,8 @@ from lightning_moe.metrics import (
 from lightning_moe.metrics.layer_sums import LayerSums
 from lightning_moe.nn import MoE
 from lightning_moe.ops import Routing, balance_loss
-from tests.ranks import run_ranks
-from tests.records import routing_record, token_routes
+from tests.kit.ranks import run_ranks
+from tests.kit.records import routing_record, token_routes
 from tests.unit.nn.randomized import randomized
 
 # Two layers of unlike size.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_moe.metrics import TokenMean
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 # (sum, tokens) of each batch.
 BATCHES = [(6.0, 2), (4.0, 5), (0.0, 0), (1.5, 1)]

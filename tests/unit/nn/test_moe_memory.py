@@ -5,7 +5,7 @@ import torch
 
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
-from tests.memory import LiveBytes, kept_bytes
+from tests.kit.memory import LiveBytes, kept_bytes
 
 TOKENS, EXPERTS = 2048, 8
 

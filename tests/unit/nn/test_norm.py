@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_moe.nn.norm import RMSNorm
-from tests import reference
+from tests.kit import reference
 
 
 def test_norm_equals_the_reference(generator: torch.Generator) -> None:

@@ -16,7 +16,7 @@ from lightning_moe.nn import Dispatched, LocalDispatcher, MoE
 from lightning_moe.nn.packing import arrived
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.precision import Quantized, quantize_rowwise
-from tests.memory import LiveBytes
+from tests.kit.memory import LiveBytes
 from tests.unit.nn.randomized import randomized
 
 WIDTH = 64

@@ -19,8 +19,8 @@ from lightning_moe.config import (
 from lightning_moe.nn import MoE, MoETransformer, Routing, balance_loss, z_loss
 from lightning_moe.nn.offload import HostCopy
 from lightning_moe.nn.recompute import recomputed
-from tests.memory import kept_bytes
-from tests.operators import Calls
+from tests.kit.memory import kept_bytes
+from tests.kit.operators import Calls
 from tests.unit.nn.randomized import randomized
 
 ROUTERS = {

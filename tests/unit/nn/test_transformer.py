@@ -19,7 +19,7 @@ from lightning_moe.config import (
 )
 from lightning_moe.nn import MoETransformer, balance_loss
 from lightning_moe.nn.router_losses import router_losses
-from tests import reference
+from tests.kit import reference
 from tests.unit.nn.randomized import randomized
 
 MOE = MoEConfig(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_moe.ops import activation_function, gpt_oss_swiglu, relu2, swiglu
-from tests import reference
+from tests.kit import reference
 
 
 def _sigmoid(x: float) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_moe.ops import sdpa_attention
 from lightning_moe.ops.attention import attention_mask
-from tests import reference
+from tests.kit import reference
 
 CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.ops import chunked_cross_entropy, cross_entropy
-from tests import reference
+from tests.kit import reference
 
 IGNORED = -100
 

@@ -14,7 +14,7 @@ from lightning_moe.ops import (
     router_z_loss,
     z_loss,
 )
-from tests import reference
+from tests.kit import reference
 
 
 def record(

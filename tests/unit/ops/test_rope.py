@@ -5,7 +5,7 @@ import math
 import torch
 
 from lightning_moe.ops import apply_rope, rope_angles
-from tests import reference
+from tests.kit import reference
 
 
 def _turned(x: torch.Tensor, positions: torch.Tensor, theta: float = 100.0) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_moe.ops import routing
-from tests.memory import kept_bytes
+from tests.kit.memory import kept_bytes
 
 
 def test_scores_by_hand() -> None:

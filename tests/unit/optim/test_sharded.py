@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_moe.optim.sharded import refuse_unless_elementwise
-from tests.optimizers import NormedDescent, SignDescent
+from tests.kit.optimizers import NormedDescent, SignDescent
 
 
 def _parameters() -> list[nn.Parameter]:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_moe.parallel.checkpoint import Tree
-from lightning_moe.parallel.checkpoint_layout import FolderLayout
+from lightning_moe.checkpoint.folder import Tree
+from lightning_moe.checkpoint.parts import FolderLayout
 from lightning_moe.parallel.layout import plain_name
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe import StepWindow
-from tests.records import routing_record
+from tests.kit.records import routing_record
 
 
 def _close(

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lightning_moe.parallel.checkpoint_layout import FolderLayout, Part
+from lightning_moe.checkpoint.parts import FolderLayout, Part
 from lightning_moe.parallel.layout import plain_name
 
 META: Final = "meta.pt"

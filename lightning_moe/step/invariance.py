@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_moe.config import BALANCE_INVARIANCE
 from lightning_moe.nn import MoE, balance_loss
-from lightning_moe.optim.balance_scope import RoutesAhead, balance_counts
-from lightning_moe.optim.step_window import StepWindow
+from lightning_moe.step.balance_scope import RoutesAhead, balance_counts
+from lightning_moe.step.window import StepWindow
 
 _SPLITS: Final = (2, 4)
 _TOLERANCE: Final = (

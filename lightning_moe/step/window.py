@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_moe.ops.records import Routing
 from lightning_moe.ops.scale import scale_
-from lightning_moe.optim.look_ahead import refuse_unforeseen
-from lightning_moe.optim.step_watch import UNCLOSED, watch_steps
+from lightning_moe.step.look_ahead import refuse_unforeseen
+from lightning_moe.step.unclosed import UNCLOSED, watch_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

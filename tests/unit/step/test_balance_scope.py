@@ -7,9 +7,9 @@ from torch import Tensor
 from lightning_moe import MoEConfig, RouterConfig, StepWindow
 from lightning_moe.nn import MoE, Routing
 from lightning_moe.nn.router_losses import router_losses
-from lightning_moe.optim.balance_scope import balance_counts
-from tests.operators import Calls
-from tests.records import routing_record
+from lightning_moe.step.balance_scope import balance_counts
+from tests.kit.operators import Calls
+from tests.kit.records import routing_record
 
 
 def _layers(*scopes: str) -> list[MoE]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_moe.parallel.checkpoint_layout import FolderLayout, Part
+from lightning_moe.checkpoint.parts import FolderLayout, Part
 
 State = dict[str, dict[str, Any]]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_moe.optim.look_ahead import LookAhead
+from lightning_moe.step.look_ahead import LookAhead
 
 
 class _Positioned:

@@ -18,7 +18,7 @@ from lightning_moe.ops.capacity import (
 )
 from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.parallel.collectives import AxisGroup, Work
-from lightning_moe.parallel.dispatch import AllToAllDispatcher, Exchange
+from lightning_moe.parallel.transports.all_to_all import AllToAllDispatcher, Exchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

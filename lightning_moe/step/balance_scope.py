@@ -11,8 +11,8 @@ from torch.optim import LBFGS
 
 from lightning_moe.nn import MoE, Routing
 from lightning_moe.nn.router_losses import RouterLosses, router_losses
-from lightning_moe.optim.look_ahead import batches_ahead
-from lightning_moe.optim.step_window import StepWindow, refuse_unclosed, window_of
+from lightning_moe.step.look_ahead import batches_ahead
+from lightning_moe.step.window import StepWindow, refuse_unclosed, window_of
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.operators import Watch
+from tests.kit.operators import Watch
 
 
 class LiveBytes(Watch):

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor, nn
 
-from lightning_moe.parallel.checkpoint import (
+from lightning_moe.checkpoint.folder import (
     INFO,
     UNREADABLE,
     Tree,
@@ -20,7 +20,7 @@ from lightning_moe.parallel.checkpoint import (
     read_meta,
     read_sizes,
 )
-from lightning_moe.parallel.checkpoint_layout import Part
+from lightning_moe.checkpoint.parts import Part
 
 
 def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:

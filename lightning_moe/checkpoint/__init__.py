@@ -1,0 +1,1 @@
+"""Checkpoint folders that load at any number of ranks."""

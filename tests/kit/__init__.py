@@ -1,0 +1,1 @@
+"""What tests of several tiers share: ranks, reference implementation, optimizers, counted memory."""
