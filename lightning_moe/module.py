@@ -23,7 +23,7 @@ from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.config import OptimConfig, TransformerConfig, from_mapping, to_mapping
 from lightning_moe.data import TokenBatch
 from lightning_moe.metrics import TokenMean
-from lightning_moe.nn import MoE, MoETransformer, Routing
+from lightning_moe.nn import MoE, MoETransformer, Routing, moe_layers
 from lightning_moe.nn.init import draw_seed
 from lightning_moe.ops.compiled import compile_refusal
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
@@ -187,7 +187,7 @@ class MoEModule(L.LightningModule):
     @property
     def moe_layers(self) -> list[MoE]:
         """The MoE layers, in the order of their records."""
-        return [layer for layer in self.model.modules() if isinstance(layer, MoE)]
+        return moe_layers(self.model)
 
     # ---- one optimizer step ----------------------------------------------------------------------------------
 

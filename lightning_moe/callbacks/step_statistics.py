@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import lightning as L
 
+from lightning_moe import nn
 from lightning_moe.nn import MoE
 from lightning_moe.step import StepStatistics, close_window
 
@@ -16,7 +17,7 @@ def moe_layers(module: L.LightningModule, asked_by: str) -> list[MoE]:
     Raises:
         ValueError: if there are none, since whoever asked would silently do nothing.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    layers = nn.moe_layers(module)
     if not layers:
         raise ValueError(
             f"{asked_by} found no MoE layer in {type(module).__name__}; remove the callback"

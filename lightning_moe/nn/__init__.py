@@ -6,7 +6,7 @@ from lightning_moe.nn.dispatch import Dispatched, Dispatcher, LocalDispatcher
 from lightning_moe.nn.experts import Experts
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
-from lightning_moe.nn.moe import MoE
+from lightning_moe.nn.moe import MoE, moe_layers, named_moe_layers
 from lightning_moe.nn.offload import offloaded
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.nn.router import Router
@@ -29,6 +29,8 @@ __all__ = [
     "Routing",
     "TokenRoutes",
     "balance_loss",
+    "moe_layers",
+    "named_moe_layers",
     "offloaded",
     "recomputed",
     "z_loss",

@@ -101,6 +101,16 @@ class MoE(nn.Module):
         return y_TD.unflatten(0, x.shape[:-1]), routing
 
 
+def named_moe_layers(module: nn.Module) -> dict[str, MoE]:
+    """The MoE layers of any module by name, in the order of `module.modules()`."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, MoE)}
+
+
+def moe_layers(module: nn.Module) -> list[MoE]:
+    """The MoE layers of any module, in the order of `module.modules()`."""
+    return list(named_moe_layers(module).values())
+
+
 def _with_drops(routing: Routing, ids_TK: Tensor, kept_TK: Tensor, valid: Tensor | None) -> Routing:
     """What is left of the copies that were requested; padding is counted in neither."""
     if valid is not None:

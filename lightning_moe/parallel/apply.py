@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE
+from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE, moe_layers
 from lightning_moe.parallel.collectives import AxisGroup
 from lightning_moe.parallel.mesh import MeshShape
 
@@ -26,7 +26,7 @@ def apply_expert_parallel(
     Raises:
         ValueError: if a layer's experts can't be spread evenly; before anything is changed.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    layers = moe_layers(module)
     kept = [shape.experts_of(rank, layer.config.num_experts) for layer in layers]
     for layer, expert_ids in zip(layers, kept, strict=True):
         layer.experts.keep_(expert_ids)
@@ -39,9 +39,7 @@ def gather_experts(module: nn.Module, group: AxisGroup) -> None:
 
     All ranks call it. Optimizers and hooks still hold the old parameters.
     """
-    for layer in module.modules():
-        if not isinstance(layer, MoE):
-            continue
+    for layer in moe_layers(module):
         for name, parameter in list(layer.experts.named_parameters(recurse=False)):
             whole = parameter.new_empty(layer.config.num_experts, *parameter.shape[1:])
             group.all_gather(whole, parameter.detach().contiguous())

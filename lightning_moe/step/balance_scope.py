@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS
 
-from lightning_moe.nn import MoE, Routing
+from lightning_moe.nn import MoE, Routing, moe_layers
 from lightning_moe.nn.router_losses import RouterLosses, router_losses
 from lightning_moe.step.look_ahead import batches_ahead
 from lightning_moe.step.window import StepWindow, refuse_unclosed, window_of
@@ -46,7 +46,7 @@ def step_router_losses(module: L.LightningModule, records: Sequence[Routing]) ->
         RuntimeError: outside of training, or if the step before was never closed, the micro-batch before never
             added, or `exact` can't look ahead.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    layers = moe_layers(module)
     if len(layers) != len(records):
         raise ValueError(
             f"{len(records)} routing records for {len(layers)} MoE layers; pass one record per layer"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_moe.config import BALANCE_INVARIANCE
-from lightning_moe.nn import MoE, balance_loss
+from lightning_moe.nn import MoE, balance_loss, named_moe_layers
 from lightning_moe.step.balance_scope import RoutesAhead, balance_counts
 from lightning_moe.step.window import StepWindow
 
@@ -53,7 +53,7 @@ def assert_balance_invariant(module: L.LightningModule, batch: object) -> str:
             experts only.
     """
     copied = copy.deepcopy(module).double().eval()
-    layers = {name: m for name, m in copied.named_modules() if isinstance(m, MoE)}
+    layers = named_moe_layers(copied)
     rows = _check(copied, layers, batch)
     batch = pytree.tree_map_only(
         Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_moe.nn import MoE
+from lightning_moe.nn import named_moe_layers
 from lightning_moe.parallel.collectives import AxisGroup
 from lightning_moe.strategy.precision import MoEPrecision
 
@@ -62,12 +62,11 @@ def layer_options(module: nn.Module, plugin: Precision) -> dict[str, object]:
             "MoEPrecision": plugin.fp8,
             "MoEPrecision linears": plugin.linears and plugin.linears.recipe,
         }
-    for name, layer in module.named_modules():
-        if isinstance(layer, MoE):
-            options |= {
-                f"width of {name}": layer.router.weight.shape[1],
-                f"{name}: model.moe": layer.config,
-            }
+    for name, layer in named_moe_layers(module).items():
+        options |= {
+            f"width of {name}": layer.router.weight.shape[1],
+            f"{name}: model.moe": layer.config,
+        }
     return options
 
 

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_moe.nn import MoE
+from lightning_moe.nn import moe_layers
 from lightning_moe.ops.capacity import Overflow
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
 from lightning_moe.parallel.apply import apply_expert_parallel
@@ -150,7 +150,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
 
     def _shape(self) -> MeshShape:
         assert self.lightning_module is not None
-        layers = [layer for layer in self.lightning_module.modules() if isinstance(layer, MoE)]
+        layers = moe_layers(self.lightning_module)
         return resolve_expert_parallel(
             self.expert_parallel,
             num_experts=[layer.config.num_experts for layer in layers],
@@ -188,9 +188,8 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             refuse_different(gather_objects(self._options_of_layers(module)))
         refuse_mixed_float16(self.precision_plugin, self.world_size)
         # Layers that `configure_model` built after `setup_environment`.
-        for layer in module.modules():
-            if isinstance(layer, MoE):
-                mesh.shape.experts_of(mesh.rank, layer.config.num_experts)
+        for layer in moe_layers(module):
+            mesh.shape.experts_of(mesh.rank, layer.config.num_experts)
         self._spread_experts()
         materialize(module, self.root_device, mesh.dense)
         self.model = self.precision_plugin.convert_module(module)

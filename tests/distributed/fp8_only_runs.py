@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe import FP8Config, MoEConfig, MoEModule
-from lightning_moe.nn import MoE
+from lightning_moe.nn import moe_layers
 from tests.distributed.lightning_ranks import Module, config
 
 MODES = {
@@ -28,7 +28,7 @@ def module_in(mode: str, kind: type[MoEModule] = Module) -> MoEModule:
 
 def expert_weights(module: nn.Module) -> list[nn.Parameter]:
     """Those of the routed experts."""
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    layers = moe_layers(module)
     return [p for layer in layers for p in layer.experts.parameters()]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_moe.nn import MoE
+from lightning_moe.nn import moe_layers
 from lightning_moe.optim.sharded import ShardedState
 from lightning_moe.parallel import GradientReducer, ParamLayout, ProcessMesh
 from tests.distributed.layers import Case, connect, spread
@@ -53,7 +53,7 @@ class Setup:
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
         self.mesh, self.ledger = connect(world, ep)
-        if any(isinstance(layer, MoE) for layer in module.modules()):
+        if moe_layers(module):
             spread(module, self.mesh, "all_to_all")
         self.module = module
         self.layout = ParamLayout(module, self.mesh, split=split)
