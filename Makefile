@@ -1,4 +1,4 @@
-# make train | test | check | format | coverage | clean | distclean
+# make train | test | check | docs | format | coverage | clean | distclean
 #
 #   make train ARGS="trainer.max_steps=20"         options of the command line
 #   make test ARGS="-k router"                     options of pytest: one call over all tests
@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 SERIAL := distributed or golden or e2e or parity
 GATED := lightning_moe/ops/*,lightning_moe/nn/*,lightning_moe/config/*,lightning_moe/optim/*,lightning_moe/step/*
 
-.PHONY: train test check format coverage clean distclean
+.PHONY: train test check docs serve-docs format coverage clean distclean
 .PHONY: check-format check-lint check-spelling check-layers check-types check-style
 
 train: $(VENV)/.installed
@@ -33,9 +33,16 @@ else
 	$(PYTEST) -m "not gpu" $(ARGS)
 endif
 
-check: check-format check-lint check-spelling check-layers check-types check-style
+check: check-format check-lint check-spelling check-layers check-types check-style docs
 
-check-format: $(VENV)/.installed-dev
+check-# The theme would warn of MkDocs 2, which pyproject.toml keeps away.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+serve-docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+format: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 check-lint: $(VENV)/.installed-dev
@@ -53,6 +60,13 @@ check-types: $(VENV)/.installed-dev
 check-style: $(VENV)/.installed-dev
 	$(PYTEST) tests/style
 
+# The theme would warn of MkDocs 2, which pyproject.toml keeps away.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+serve-docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -62,7 +76,7 @@ coverage: $(VENV)/.installed-dev
 	$(BIN)/coverage report --include="$(GATED)" --fail-under=95
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find . -name '.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
@@ -80,5 +94,5 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) --editable ".[dev,peers]"
+	$(PIP) --editable ".[dev,docs,peers]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""The commands of examples/what_the_report_found.md run as shown, with settings that make them short."""
+"""The commands of docs/findings.md run as shown, with settings that make them short."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "examples" / "what_the_report_found.md"
+PAGE = ROOT / "docs" / "findings.md"
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 SHORT = (
     "data.paths=[corpus.txt]",
