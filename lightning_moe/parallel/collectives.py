@@ -161,11 +161,13 @@ class ProcessMesh:
 
     Attributes:
         shape, rank: the layout and this rank's place in it.
-        dense, ep, ep_dp: groups over which dense parameters are replicated, tokens travel, experts are replicated.
-        ledger: what all three sent.
+        world: the group of all ranks.
+        stage: the group of the ranks that hold the same layers; parameters outside of experts are replicated over it.
+        ep, ep_dp: the groups over which tokens travel, and over which an expert is replicated.
+        ledger: what all groups sent.
     """
 
-    _AXES: Final[tuple[Axis, ...]] = ("dense", "ep_dp", "ep")
+    _AXES: Final[tuple[Axis, ...]] = ("world", "stage", "ep_dp", "ep")
 
     def __init__(self, shape: MeshShape, timeout: timedelta) -> None:
         self.shape = shape
@@ -175,7 +177,7 @@ class ProcessMesh:
         # Ranks may take longer to start than a collective may last.
         _set_pg_timeout(timeout, _world())
         connected = {axis: self._connect(axis, timeout) for axis in self._AXES}
-        self.dense, self.ep_dp, self.ep = (connected[axis] for axis in self._AXES)
+        self.world, self.stage, self.ep_dp, self.ep = (connected[axis] for axis in self._AXES)
 
     def _connect(self, axis: Axis, timeout: timedelta) -> AxisGroup:
         own = self.shape.ranks_along(axis, self.rank)
@@ -200,7 +202,7 @@ class ProcessMesh:
 
         A thread that drops the last tensor of a collective while the interpreter ends aborts the process.
         """
-        for axis in (self.dense, self.ep_dp, self.ep):
+        for axis in (self.world, self.stage, self.ep_dp, self.ep):
             axis.disconnect()
         dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ class ParamSpec:
 
     Attributes:
         name: its name, the same on all ranks and free of wrappers' prefixes.
-        kind: `expert` for weights of routed experts, else `dense`.
+        kind: `expert` for weights of routed experts, else `non_expert`.
         shape: of the local tensor.
         num_shards, shard_index: other ranks hold other experts; dimension 0 goes on there.
         num_replicas, replica_index: other ranks hold the same tensor.
@@ -26,7 +26,7 @@ class ParamSpec:
     """
 
     name: str
-    kind: Literal["dense", "expert"]
+    kind: Literal["non_expert", "expert"]
     shape: tuple[int, ...]
     num_shards: int
     shard_index: int
@@ -96,13 +96,13 @@ class ParamLayout:
             name = plain_name(wrapped_name)
             self.parameters[name] = parameter
             self.specs[name] = self._spec(
-                name, parameter, "expert" if parameter in experts else "dense", split
+                name, parameter, "expert" if parameter in experts else "non_expert", split
             )
 
     def _spec(
-        self, name: str, parameter: nn.Parameter, kind: Literal["dense", "expert"], split: bool
+        self, name: str, parameter: nn.Parameter, kind: Literal["non_expert", "expert"], split: bool
     ) -> ParamSpec:
-        replicas = self.mesh.ep_dp if kind == "expert" else self.mesh.dense
+        replicas = self.mesh.ep_dp if kind == "expert" else self.mesh.stage
         numel = parameter.numel()
         return ParamSpec(
             name=name,
@@ -121,7 +121,7 @@ class ParamLayout:
 
     def replicas(self, spec: ParamSpec) -> AxisGroup:
         """The ranks that hold the same tensor."""
-        return self.mesh.ep_dp if spec.kind == "expert" else self.mesh.dense
+        return self.mesh.ep_dp if spec.kind == "expert" else self.mesh.stage
 
     def name_of(self) -> dict[Tensor, str]:
         """Name of each parameter."""

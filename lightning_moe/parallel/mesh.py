@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Axis = Literal["pp", "dp", "cp", "tp", "ep_dp", "ep", "dense"]
+Axis = Literal["world", "stage", "pp", "dp", "cp", "tp", "ep_dp", "ep"]
 
 DENSE_VIEW: Final = ("pp", "dp", "cp", "tp")
 MOE_VIEW: Final = ("pp", "ep_dp", "ep")
@@ -72,9 +72,10 @@ class MeshShape:
         return {axis: found[axis] for axis in view}
 
     def ranks_along(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The group of `rank` along `axis`, in the axis' order; `dense` is dp and cp together.
+        """The group of `rank` along `axis`, in the axis' order.
 
-        Collectives along `ep` exchange tokens, along `ep_dp` reduce experts, along `dense` everything else.
+        `world` is all axes together, `stage` all but pp: the ranks that hold the same layers. Collectives along `ep`
+        exchange tokens, along `ep_dp` reduce gradients of experts, along `stage` all other gradients.
         """
         key = self._group_key(axis)
         own = key(rank)
@@ -91,7 +92,7 @@ class MeshShape:
     def _group_key(self, axis: Axis) -> Callable[[int], tuple[int, ...]]:
         """What all ranks of one group along `axis` share: their places along the view's other axes."""
         view = MOE_VIEW if axis in ("ep_dp", "ep") else DENSE_VIEW
-        free = ("dp", "cp") if axis == "dense" else (axis,)
+        free = {"world": DENSE_VIEW, "stage": DENSE_VIEW[1:]}.get(axis, (axis,))
 
         def key(rank: int) -> tuple[int, ...]:
             own = self.coordinates(rank, view)

@@ -18,7 +18,7 @@ def sync_replicas(module: nn.Module, layout: ParamLayout) -> None:
     for name, parameter in layout.parameters.items():
         layout.replicas(layout.specs[name]).broadcast(parameter.data)
     for buffer in module.buffers():
-        layout.mesh.dense.broadcast(buffer)
+        layout.mesh.stage.broadcast(buffer)
 
 
 def materialize(module: nn.Module, device: torch.device, world: AxisGroup) -> None:

@@ -191,7 +191,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         for layer in moe_layers(module):
             mesh.shape.experts_of(mesh.rank, layer.config.num_experts)
         self._spread_experts()
-        materialize(module, self.root_device, mesh.dense)
+        materialize(module, self.root_device, mesh.world)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.layout = ParamLayout(module, mesh, split=self.distributed_optimizer)
@@ -299,8 +299,8 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         reduce_op: dist.ReduceOp | str | None = "mean",
     ) -> Tensor:
         """As in `DDPStrategy`, and noted in the ledger."""
-        if self.mesh is not None and self.mesh.dense.size > 1:
-            self.mesh.ledger.enter("all_reduce", "dense", tensor)
+        if self.mesh is not None and self.mesh.world.size > 1:
+            self.mesh.ledger.enter("all_reduce", "world", tensor)
         return super().reduce(tensor, group, reduce_op)
 
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
@@ -308,7 +308,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         shares = self._shares()
         gradients = [(p.grad, shares[p]) for p in _parameters(optimizer) if p.grad is not None]
         return global_norm(
-            gradients, self._connected().dense, norm_type=norm_type, device=self.root_device
+            gradients, self._connected().world, norm_type=norm_type, device=self.root_device
         )
 
     def clip_grad_norm(

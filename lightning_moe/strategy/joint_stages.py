@@ -38,20 +38,20 @@ class JointStages(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Loaders of unknown length end together."""
-        if self.mesh is None or self.mesh.dense.size == 1 or is_sized(dataloader):
+        if self.mesh is None or self.mesh.world.size == 1 or is_sized(dataloader):
             return dataloader
         assert isinstance(dataloader, Iterable)
-        return EndTogether(dataloader, self.mesh.dense, self.root_device)
+        return EndTogether(dataloader, self.mesh.world, self.root_device)
 
     def _refuse_uneven(self, num_batches: int | float | list[int | float], what: str) -> None:
-        if self.mesh is not None and self.mesh.dense.size > 1:
+        if self.mesh is not None and self.mesh.world.size > 1:
             numbers = num_batches if isinstance(num_batches, list) else [num_batches]
-            refuse_uneven(numbers, self.mesh.dense, self.root_device, what)
+            refuse_uneven(numbers, self.mesh.world, self.root_device, what)
 
     def on_train_start(self) -> None:
         """Check that epochs are equally long; from here on signals to stop wait for the end of a step."""
         super().on_train_start()
-        if self.mesh is not None and self.mesh.dense.size > 1:
+        if self.mesh is not None and self.mesh.world.size > 1:
             refuse_different(gather_objects(self._common_options()))
         self._refuse_uneven(self._trainer.num_training_batches, "train")
         environment = self._trainer.strategy.cluster_environment
@@ -87,11 +87,11 @@ class JointStages(DDPStrategy):
     def on_predict_start(self) -> None:
         """Find out how many batches each rank has: Lightning's sampler leaves some ranks with fewer."""
         self._predict_batches = []
-        if self.mesh is None or self.mesh.dense.size == 1:
+        if self.mesh is None or self.mesh.world.size == 1:
             return
         for number in self._trainer.num_predict_batches:
             largest, smallest = largest_and_smallest(
-                min(float(number), 1e18), self.mesh.dense, self.root_device
+                min(float(number), 1e18), self.mesh.world, self.root_device
             )
             if largest and not smallest:
                 raise RuntimeError(
@@ -131,7 +131,7 @@ class JointStages(DDPStrategy):
             self._refuse_uneven(trainer.num_training_batches, "train")
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return
-        self._stopped_by = self._stop.agreed(self.mesh.dense, self.root_device)
+        self._stopped_by = self._stop.agreed(self.mesh.world, self.root_device)
         if self._stopped_by:
             # Lightning raises SIGTERMException on all ranks once the batch is done.
             trainer._signal_connector.received_sigterm = True

@@ -114,7 +114,7 @@ def connect(world: int, ep: int | None = None) -> tuple[ProcessMesh, OrderedLedg
     """A mesh over all ranks, with a ledger that keeps the order."""
     mesh = ProcessMesh(MeshShape(world=world, ep=world if ep is None else ep), TIMEOUT)
     ledger = OrderedLedger()
-    for group in (mesh.dense, mesh.ep, mesh.ep_dp):
+    for group in (mesh.world, mesh.stage, mesh.ep, mesh.ep_dp):
         group.ledger = ledger
     return mesh, ledger
 

@@ -29,9 +29,9 @@ def _by_hand(rank: int, world: int) -> tuple[float, list[list[float]]]:
     mesh, ledger = connect(world)
     dense = torch.tensor([3.0, 4.0])
     expert = torch.full((3,), 2.0) if rank == 0 else torch.full((4,), 3.0)
-    norm = global_norm([(dense, 1 / world), (expert, 1.0)], mesh.dense, device=CPU)
+    norm = global_norm([(dense, 1 / world), (expert, 1.0)], mesh.world, device=CPU)
     clip_([dense, expert], norm, 1.0)
-    assert ledger.calls == {("all_reduce", "dense"): 1}
+    assert ledger.calls == {("all_reduce", "world"): 1}
     return norm.item(), [dense.tolist(), expert.tolist()]
 
 
@@ -46,7 +46,7 @@ def test_the_norm_is_the_root_of_73_on_every_rank() -> None:
 def _empty_on_one_rank(rank: int, world: int, norm_type: float) -> float:
     mesh, _ = connect(world)
     gradients = [(torch.tensor([3.0, -4.0]), 1.0)] if rank == 1 else []
-    return global_norm(gradients, mesh.dense, norm_type=norm_type, device=CPU).item()
+    return global_norm(gradients, mesh.world, norm_type=norm_type, device=CPU).item()
 
 
 @pytest.mark.parametrize(("norm_type", "expected"), [(1.0, 7.0), (2.0, 5.0), (math.inf, 4.0)])
@@ -57,7 +57,7 @@ def test_a_rank_without_gradients_takes_part(norm_type: float, expected: float) 
 def _not_finite_on_one_rank(rank: int, world: int, bad: float, norm_type: float) -> float:
     mesh, _ = connect(world)
     gradient = torch.tensor([1.0, bad if rank == 1 else 2.0])
-    return global_norm([(gradient, 1.0)], mesh.dense, norm_type=norm_type, device=CPU).item()
+    return global_norm([(gradient, 1.0)], mesh.world, norm_type=norm_type, device=CPU).item()
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

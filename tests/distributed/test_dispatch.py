@@ -202,7 +202,7 @@ def test_a_nan_token_stays_in_its_own_output(dispatcher: str) -> None:
 def _numbers_by_axis(rank: int, world: int) -> None:
     """Every collective of a group, against what it should give, in the types that configs allow."""
     mesh, _ = connect(world, ep=2)
-    for group in (mesh.dense, mesh.ep, mesh.ep_dp):
+    for group in (mesh.world, mesh.stage, mesh.ep, mesh.ep_dp):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
             _check_collectives(group, rank, dtype)
 

@@ -52,21 +52,31 @@ OTHER = 1 + 2 + 1
             1,
             True,
             {
-                ("reduce_scatter", "dense"): 1,
+                ("reduce_scatter", "stage"): 1,
                 ("reduce_scatter", "ep_dp"): 1,
-                ("all_reduce", "dense"): 1 + OTHER,
-                ("all_gather", "dense"): 1,
+                ("all_reduce", "stage"): 1,
+                ("all_reduce", "world"): OTHER,
+                ("all_gather", "stage"): 1,
                 ("all_gather", "ep_dp"): 1,
             },
         ),
-        (1, False, {("all_reduce", "dense"): 1 + OTHER, ("all_reduce", "ep_dp"): 1}),
+        (
+            1,
+            False,
+            {
+                ("all_reduce", "stage"): 1,
+                ("all_reduce", "world"): OTHER,
+                ("all_reduce", "ep_dp"): 1,
+            },
+        ),
         (
             2,
             True,
             {
-                ("reduce_scatter", "dense"): 1,
-                ("all_reduce", "dense"): 1 + OTHER,
-                ("all_gather", "dense"): 1,
+                ("reduce_scatter", "stage"): 1,
+                ("all_reduce", "stage"): 1,
+                ("all_reduce", "world"): OTHER,
+                ("all_gather", "stage"): 1,
                 ("all_gather", "ep"): 2,
                 ("all_to_all", "ep"): 2 * 4,
             },
@@ -75,7 +85,8 @@ OTHER = 1 + 2 + 1
             2,
             False,
             {
-                ("all_reduce", "dense"): 1 + OTHER,
+                ("all_reduce", "stage"): 1,
+                ("all_reduce", "world"): OTHER,
                 ("all_gather", "ep"): 2,
                 ("all_to_all", "ep"): 2 * 4,
             },
@@ -111,15 +122,16 @@ def test_messages_of_each_balance_scope(scope: str) -> None:
         # The counter leaves out what is 0.
         assert +first == +Counter(
             {
-                ("all_reduce", "dense"): in_first,
+                ("all_reduce", "world"): in_first,
                 ("all_gather", "ep"): 2 * (1 + ahead),
                 ("all_to_all", "ep"): 8 + 4 * ahead,
             }
         )
         assert last == {
-            ("reduce_scatter", "dense"): 1,
-            ("all_reduce", "dense"): in_last + 1 + OTHER,
-            ("all_gather", "dense"): 1,
+            ("reduce_scatter", "stage"): 1,
+            ("all_reduce", "stage"): 1,
+            ("all_reduce", "world"): in_last + OTHER,
+            ("all_gather", "stage"): 1,
             ("all_gather", "ep"): 2,
             ("all_to_all", "ep"): 8,
         }
@@ -129,7 +141,7 @@ def test_counts_of_all_layers_are_one_message_of_integers() -> None:
     sizes = []
     for scope in ("lagged", "accumulated"):
         steps = run_ranks(_ledgers, 2, 1, 2, {"lb_loss_scope": scope}, {}, timeout_s=120)[0]
-        sizes.append(steps[0][1].get(("all_reduce", "dense"), 0))
+        sizes.append(steps[0][1].get(("all_reduce", "world"), 0))
     assert sizes == [0, 2 * 4 * 8]  # layers, experts, bytes
 
 
@@ -149,6 +161,6 @@ def test_bytes_of_gradients_and_weights_follow_from_the_number_of_parameters() -
     for steps in run_ranks(_ledgers, 2, 2, 1, {}, {}, timeout_s=120):
         _, sent = steps[0]
         flags = 2 * 2  # one per parameter, for both ranks
-        assert sent["reduce_scatter", "dense"] == 4 * (embedding + head + flags)
-        assert sent["all_gather", "dense"] == 4 * (embedding + head) // 2
+        assert sent["reduce_scatter", "stage"] == 4 * (embedding + head + flags)
+        assert sent["all_gather", "stage"] == 4 * (embedding + head) // 2
     assert model.num_layers == 2

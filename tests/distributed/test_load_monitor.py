@@ -21,7 +21,7 @@ class _Messages(Recorded):
         self.trainer.strategy.mesh.ledger.clear()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        calls = self.trainer.strategy.mesh.ledger.calls["all_reduce", "dense"]
+        calls = self.trainer.strategy.mesh.ledger.calls["all_reduce", "world"]
         self.messages = [*getattr(self, "messages", []), calls]
 
 

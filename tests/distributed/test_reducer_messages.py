@@ -31,10 +31,10 @@ def _accumulated(rank: int, world: int, ep: int, split: bool) -> list[tuple[str,
 @pytest.mark.parametrize(
     ("ep", "split", "expected"),
     [
-        (1, False, [("all_reduce", "dense"), ("all_reduce", "ep_dp")]),
-        (2, False, [("all_reduce", "dense")]),
-        (1, True, [("reduce_scatter", "dense"), ("all_reduce", "dense"), ("all_reduce", "ep_dp")]),
-        (2, True, [("reduce_scatter", "dense"), ("all_reduce", "dense")]),
+        (1, False, [("all_reduce", "stage"), ("all_reduce", "ep_dp")]),
+        (2, False, [("all_reduce", "stage")]),
+        (1, True, [("reduce_scatter", "stage"), ("all_reduce", "stage"), ("all_reduce", "ep_dp")]),
+        (2, True, [("reduce_scatter", "stage"), ("all_reduce", "stage")]),
     ],
 )
 def test_micro_batches_add_up_and_only_the_last_is_reduced_once_per_bucket(
@@ -125,7 +125,7 @@ def _order_by_layer(rank: int, world: int) -> list[tuple[str, str]]:
 def test_four_ranks_issue_reductions_of_both_groups_in_one_order() -> None:
     results = run_ranks(_order_by_layer, 4, timeout_s=120)
     assert all(before == after for before, after in pairwise(results))
-    assert {axis for _, axis in results[0][0]} == {"dense", "ep_dp", "ep"}
+    assert {axis for _, axis in results[0][0]} == {"stage", "ep_dp", "ep"}
 
 
 def _detached(rank: int, world: int) -> None:

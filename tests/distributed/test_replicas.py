@@ -44,7 +44,7 @@ def _replicas(rank: int, world: int) -> list[float]:
     layout = ParamLayout(module, mesh, split=False)
     sync_replicas(module, layout)
     for name, spec in layout.specs.items():
-        first = 0 if spec.kind == "dense" else mesh.ep.index
+        first = 0 if spec.kind == "non_expert" else mesh.ep.index
         assert layout.parameters[name].unique().tolist() == [first], name
     return [buffer.double().mean().item() for buffer in module.buffers()]
 

@@ -93,7 +93,7 @@ def _equals_whole(rank: int, world: int, ep: int, name: str) -> None:
             assert torch.equal(first, parameter), path
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in reference.param_groups]
     splits = [spec.kind for spec in sharded.layout.specs.values() if spec.split]
-    assert splits.count("dense") == 2
+    assert splits.count("non_expert") == 2
     assert splits.count("expert") == (0 if ep == world else 2)
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning_moe.parallel.clip import clip_, global_norm
 from lightning_moe.parallel.collectives import AxisGroup, Ledger
 
-ALONE = AxisGroup("dense", (0,), 0, None, Ledger())
+ALONE = AxisGroup("world", (0,), 0, None, Ledger())
 CPU = torch.device("cpu")
 
 

@@ -44,9 +44,9 @@ def test_the_ledger_counts_calls_and_payload_bytes_by_kind_and_axis() -> None:
     ledger = Ledger()
     ledger.enter("all_reduce", "ep", torch.zeros(3, 5, dtype=torch.bfloat16))
     ledger.enter("all_reduce", "ep", torch.zeros(2, dtype=torch.float64))
-    ledger.enter("all_gather", "dense", torch.zeros(7))
-    assert ledger.calls == {("all_reduce", "ep"): 2, ("all_gather", "dense"): 1}
-    assert ledger.bytes == {("all_reduce", "ep"): 30 + 16, ("all_gather", "dense"): 28}
+    ledger.enter("all_gather", "stage", torch.zeros(7))
+    assert ledger.calls == {("all_reduce", "ep"): 2, ("all_gather", "stage"): 1}
+    assert ledger.bytes == {("all_reduce", "ep"): 30 + 16, ("all_gather", "stage"): 28}
     ledger.clear()
     assert not ledger.calls
     assert not ledger.bytes

@@ -8,7 +8,13 @@ from lightning_moe.parallel.layout import ParamSpec, plain_name
 
 
 def _spec(**fields: Any) -> ParamSpec:
-    defaults = {"name": "w", "kind": "dense", "shape": (6, 4), "num_shards": 1, "shard_index": 0}
+    defaults = {
+        "name": "w",
+        "kind": "non_expert",
+        "shape": (6, 4),
+        "num_shards": 1,
+        "shard_index": 0,
+    }
     defaults |= {"num_replicas": 4, "replica_index": 2, "split": True}
     return ParamSpec(**{**defaults, **fields})
 

@@ -10,7 +10,7 @@ from lightning_moe.parallel.mesh import (
     resolve_expert_parallel,
 )
 
-AXES = ("pp", "dp", "cp", "tp", "ep_dp", "ep", "dense")
+AXES = ("world", "stage", "pp", "dp", "cp", "tp", "ep_dp", "ep")
 
 
 def _all_layouts(world: int) -> list[MeshShape]:
@@ -43,7 +43,7 @@ def test_every_expert_layout_up_to_64_ranks_folds_and_groups_neighbours(world: i
             tuple(range(first, first + ep)) for first in range(0, world, ep)
         )
         assert shape.groups("ep_dp") == tuple(tuple(range(first, world, ep)) for first in range(ep))
-        assert shape.groups("dense") == (tuple(range(world)),)
+        assert shape.groups("stage") == shape.groups("world") == (tuple(range(world)),)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 6, 12])
@@ -80,7 +80,7 @@ def test_eight_gpus_with_two_expert_ranks_form_pairs_and_every_second_rank() -> 
     shape = MeshShape(world=8, ep=2)
     assert shape.groups("ep") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert shape.groups("ep_dp") == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert shape.groups("dp") == shape.groups("dense") == (tuple(range(8)),)
+    assert shape.groups("dp") == shape.groups("stage") == (tuple(range(8)),)
 
 
 def test_pipeline_stages_share_neither_tokens_nor_experts() -> None:
@@ -88,14 +88,16 @@ def test_pipeline_stages_share_neither_tokens_nor_experts() -> None:
     assert shape.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert shape.groups("cp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert shape.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert shape.groups("dense") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert shape.groups("stage") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert shape.groups("world") == (tuple(range(8)),)
     assert shape.groups("ep_dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
-def test_tensor_ranks_are_no_replicas_of_dense_parameters() -> None:
+def test_tensor_ranks_are_neighbours_in_one_stage() -> None:
     shape = MeshShape(world=8, cp=2, tp=2, ep=4)
     assert shape.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert shape.groups("dense") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert shape.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert shape.groups("stage") == (tuple(range(8)),)
     assert shape.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
@@ -107,7 +109,7 @@ def test_groups_of_512_ranks_are_those_known_by_hand() -> None:
     assert shape.ranks_along("ep", 300) == tuple(range(296, 304))
     assert shape.ranks_along("ep_dp", 300) == tuple(range(260, 384, 8))
     assert shape.ranks_along("pp", 300) == (44, 172, 300, 428)
-    assert shape.ranks_along("dense", 300) == tuple(range(256, 384))
+    assert shape.ranks_along("stage", 300) == tuple(range(256, 384))
     assert len(shape.groups("ep")) == 64
     assert len(shape.groups("ep_dp")) == 32
     assert list(shape.experts_of(300, 64)) == list(range(32, 40))
@@ -186,5 +188,5 @@ def test_a_rank_outside_of_the_world_is_refused() -> None:
 
 def test_groups_of_2048_ranks_take_no_quadratic_time() -> None:
     shape = MeshShape(world=2048, ep=8)
-    for axis in ("dense", "ep_dp", "ep"):
+    for axis in ("stage", "ep_dp", "ep"):
         assert len(shape.groups(axis)[0]) * len(shape.groups(axis)) == 2048
