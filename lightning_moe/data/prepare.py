@@ -1,6 +1,5 @@
 """Turn text into a token file, in parallel, so that nothing half-written ever has its name."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,6 +17,7 @@ from lightning_moe.data.corpus import Document, embedded_documents, text_documen
 from lightning_moe.data.sidecar import Sidecar, sidecar_path
 from lightning_moe.data.tokenizers import Tokenizer, load_tokenizer
 from lightning_moe.data.tokens import IdArray
+from lightning_moe.files import atomic_write
 
 Progress = Callable[[int, int], None]
 
@@ -89,7 +89,9 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
     dtype_name = _choose_dtype(dtype, loaded.vocab_size)
     documents = _documents(sources)
     jobs = (_Job(chunk, tokenizer, eos_token, dtype_name) for chunk in _chunks(documents))
-    with _complete_or_absent(output) as file:
+    with atomic_write(output) as file:
+        if output.suffix == ".npy":
+            file.write(bytes(_NPY_HEADER_BYTES))
         results = _run(jobs, loaded, num_workers)
         totals = _write(file, results, len(documents), progress)
         if output.suffix == ".npy":
@@ -105,7 +107,7 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
             max_token_id=totals.max_token_id,
         )
         # First the sidecar: a token file without one could be read with the wrong numbers.
-        with _complete_or_absent(sidecar_path(output)) as sidecar_file:
+        with atomic_write(sidecar_path(output)) as sidecar_file:
             sidecar_file.write(sidecar.to_json().encode())
     return sidecar
 
@@ -244,20 +246,3 @@ def _write_npy_header(file: BinaryIO, num_tokens: int, dtype: str) -> None:
     assert header.tell() == _NPY_HEADER_BYTES
     file.seek(0)
     file.write(header.getvalue())
-
-
-@contextmanager
-def _complete_or_absent(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that gets its name `path` only if nothing fails; else it is removed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            if path.suffix == ".npy":
-                file.write(bytes(_NPY_HEADER_BYTES))
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
