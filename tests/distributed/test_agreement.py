@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_moe import FP8Config, MoEPrecision
-from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
+from tests.kit.rank_runs import Recorded, batches, config, fit, parallel
 from tests.kit.ranks import run_ranks
 
 EMULATED = FP8Config(emulate=True)

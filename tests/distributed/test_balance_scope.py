@@ -12,8 +12,8 @@ from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.nn.router_losses import router_losses
 from lightning_moe.step.balance_scope import balance_counts
+from tests.kit.randomized import randomized
 from tests.kit.ranks import run_ranks
-from tests.unit.nn.randomized import randomized
 
 NUM_LAYERS = 3
 

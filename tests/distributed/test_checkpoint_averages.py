@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_moe import ExpertParallelStrategy
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.checkpoint_runs import fit
-from tests.distributed.lightning_ranks import NUM_EXPERTS, make_module, whole_state
+from tests.kit.checkpoint_runs import fit
+from tests.kit.rank_trainers import NUM_EXPERTS, make_module, whole_state
 from tests.kit.ranks import run_ranks
 
 

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.checkpoint_runs import OwnModule, fit, make_own, message_of
-from tests.distributed.lightning_ranks import NUM_EXPERTS
+from tests.kit.checkpoint_runs import fit, make_own, message_of
+from tests.kit.modules import Dropping
+from tests.kit.rank_trainers import NUM_EXPERTS
 from tests.kit.ranks import run_ranks
 
 
@@ -116,7 +117,7 @@ def test_a_folder_holds_each_element_once_and_does_not_grow(tmp_path: Path) -> N
     assert abs(second - first) < 1000
 
 
-class _Shares(OwnModule):
+class _Shares(Dropping):
     """Two names for one MoE layer."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.lightning_ranks import join_lightning, loader, make_module, make_trainer
+from tests.kit.rank_trainers import join_lightning, loader, make_module, rank_trainer
 from tests.kit.ranks import run_ranks
 
 
@@ -20,7 +20,7 @@ def _weights(path: Path) -> float:
 
 def _save_on_a_full_disk(rank: int, world: int, path: Path, full: int) -> tuple[float, str]:
     join_lightning(rank, world)
-    trainer = make_trainer(world, max_steps=1)
+    trainer = rank_trainer(world, max_steps=1)
     trainer.fit(make_module().double(), loader(rank, world))
     trainer.save_checkpoint(path)
     before = _weights(path)
@@ -46,7 +46,7 @@ def test_a_full_disk_on_any_rank_keeps_the_checkpoint_of_before(tmp_path: Path, 
 
 def _save_once(rank: int, world: int, path: Path) -> str:
     join_lightning(rank, world)
-    trainer = make_trainer(world, max_steps=1)
+    trainer = rank_trainer(world, max_steps=1)
     trainer.fit(make_module().double(), loader(rank, world))
     try:
         trainer.save_checkpoint(path)
@@ -78,7 +78,7 @@ class _DiesWhileSaving(L.Callback):
 
 def _die_while_saving(rank: int, world: int, path: Path) -> None:
     join_lightning(rank, world)
-    trainer = make_trainer(world, max_steps=1, callbacks=[_DiesWhileSaving()])
+    trainer = rank_trainer(world, max_steps=1, callbacks=[_DiesWhileSaving()])
     trainer.fit(make_module().double(), loader(rank, world))
     for _ in range(2):
         trainer.save_checkpoint(path)
@@ -117,7 +117,7 @@ class _Fails(L.Callback):
 def _fail_on_one_rank(rank: int, world: int, folder: Path) -> None:
     join_lightning(rank, world)
     callbacks = [_Fails(), OnExceptionCheckpoint(folder)]
-    trainer = make_trainer(world, max_steps=4, callbacks=callbacks, enable_checkpointing=True)
+    trainer = rank_trainer(world, max_steps=4, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(make_module().double(), loader(rank, world))
 
 

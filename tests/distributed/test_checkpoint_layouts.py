@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_moe import ExpertParallelStrategy, load_weights
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.lightning_ranks import (
+from tests.kit.rank_trainers import (
     NUM_EXPERTS,
     Module,
     Plan,
@@ -23,7 +23,7 @@ from tests.distributed.lightning_ranks import (
     join_lightning,
     loader,
     make_module,
-    make_trainer,
+    rank_trainer,
     run_plans,
     whole_state,
 )
@@ -201,7 +201,7 @@ def test_no_file_of_a_folder_needs_code_to_be_loaded(folder: Path, matrix: Matri
 def _number_experts(rank: int, world: int, ep: int, path: Path) -> None:
     """Expert e gets weights e+1 and 10(e+1), and moments e+0.5."""
     join_lightning(rank, world)
-    trainer = make_trainer(world, ExpertParallelStrategy(ep), max_steps=1)
+    trainer = rank_trainer(world, ExpertParallelStrategy(ep), max_steps=1)
     module = make_module().double()
     trainer.fit(module, loader(rank, world))
     experts = module.moe_layers[0].experts
@@ -235,7 +235,7 @@ def _experts_of(state: State) -> dict[str, Tensor]:
 
 def _load_only(rank: int, world: int, ep: int, path: Path) -> State:
     join_lightning(rank, world)
-    trainer = make_trainer(world, ExpertParallelStrategy(ep), max_steps=1)
+    trainer = rank_trainer(world, ExpertParallelStrategy(ep), max_steps=1)
     module = make_module(7).double()
     trainer.fit(module, loader(rank, world), ckpt_path=path)
     return whole_state(trainer, world, ep)

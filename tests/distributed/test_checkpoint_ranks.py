@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.distributed.checkpoint_runs import OwnModule, fit, make_own
-from tests.distributed.lightning_ranks import Resumable, batches, join_lightning, make_trainer
+from tests.kit.checkpoint_runs import fit, make_own
+from tests.kit.modules import Dropping
+from tests.kit.rank_trainers import Resumable, batches, join_lightning, rank_trainer
 from tests.kit.ranks import run_ranks
 
 
@@ -15,7 +16,7 @@ def _noise(
     rank: int, world: int, steps: int, save: Path | None, load: Path | None
 ) -> tuple[list[float], Tensor]:
     torch.manual_seed(rank)
-    module = OwnModule()
+    module = Dropping()
     torch.manual_seed(100 + rank + (0 if load is None else 50))
     trainer = fit(rank, world, module, max_steps=steps, ckpt_path=load)
     if save is not None:
@@ -51,7 +52,7 @@ def _positions(rank: int, world: int, steps: int, save: Path | None, load: Path 
     join_lightning(rank, world)
     data = _Numbered(batches(rank, world), batch_size=None)
     data.rank = rank
-    trainer = make_trainer(world, max_steps=steps, precision="32-true")
+    trainer = rank_trainer(world, max_steps=steps, precision="32-true")
     trainer.fit(make_own(), data, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)

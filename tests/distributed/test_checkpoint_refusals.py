@@ -9,8 +9,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_moe.callbacks import StartFrom
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.checkpoint_runs import fit, make_own, message_of
-from tests.distributed.lightning_ranks import join_lightning, loader, make_trainer
+from tests.kit.checkpoint_runs import fit, make_own, message_of
+from tests.kit.rank_trainers import join_lightning, loader, rank_trainer
 from tests.kit.ranks import run_ranks
 
 
@@ -98,7 +98,7 @@ def _start_weights(rank: int, world: int, path: Path) -> tuple[str, str, list[fl
     join_lightning(rank, world)
     sizes = []
     for ckpt_path in (None, path):
-        trainer = make_trainer(world, precision="32-true")
+        trainer = rank_trainer(world, precision="32-true")
         module = make_own(seed=0 if ckpt_path is None else 5)
         if ckpt_path is None:
             trainer.fit(module, loader(rank, world))

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_moe import ExpertParallelStrategy, MoEModule
 from lightning_moe.callbacks import StartFrom
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.checkpoint_runs import fit
-from tests.distributed.lightning_ranks import Module, batches, loader, make_module, whole_state
+from tests.kit.checkpoint_runs import fit
+from tests.kit.rank_trainers import Module, batches, loader, make_module, whole_state
 from tests.kit.ranks import run_ranks
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.parallel.clip import clip_, global_norm
-from tests.distributed.layers import connect
-from tests.distributed.own_module import OwnModule
-from tests.distributed.trainer_runs import (
+from tests.kit.modules import Regression
+from tests.kit.rank_runs import (
     OPTIMIZERS,
     Recorded,
     batches,
@@ -20,6 +19,7 @@ from tests.distributed.trainer_runs import (
     whole_weights,
 )
 from tests.kit.ranks import run_ranks
+from tests.kit.spread_layers import connect
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def test_no_rank_sees_a_finite_norm_where_one_has_none(bad: float, norm_type: fl
         assert not math.isfinite(norm)
 
 
-class Clipped(OwnModule):
+class Clipped(Regression):
     """Clips by any norm through the strategy, or by torch on one process; parts can be frozen."""
 
     def __init__(self, norm_type: float, trainable: str, *, with_moe: bool = True) -> None:
@@ -137,7 +137,7 @@ def test_norms_and_clipped_weights_equal_torch_on_one_process(
 
 def _by_value(rank: int, world: int, ep: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = OwnModule(with_moe=True, with_window=False).double()
+    module = Regression(with_moe=True, with_window=False).double()
     strategy = parallel(ep) if world > 1 else "auto"
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
     clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}

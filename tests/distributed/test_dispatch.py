@@ -8,7 +8,9 @@ import torch
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.parallel.collectives import AxisGroup
-from tests.distributed.layers import (
+from tests.kit.memory import LiveBytes
+from tests.kit.ranks import run_ranks
+from tests.kit.spread_layers import (
     BACKWARD,
     CASES,
     FORWARD,
@@ -20,8 +22,6 @@ from tests.distributed.layers import (
     run,
     spread,
 )
-from tests.kit.memory import LiveBytes
-from tests.kit.ranks import run_ranks
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe.callbacks import RouterBiasCorrection
-from tests.distributed.own_module import OwnModule
-from tests.distributed.trainer_runs import (
+from tests.kit.modules import Regression
+from tests.kit.rank_runs import (
     OPTIMIZERS,
     Recorded,
     batches,
@@ -157,7 +157,7 @@ def _train_own(
     rank: int, world: int, ep: int, with_moe: bool, with_window: bool
 ) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
-    module = OwnModule(with_moe=with_moe, with_window=with_window).double()
+    module = Regression(with_moe=with_moe, with_window=with_window).double()
     generator = torch.Generator().manual_seed(4)
     data = [torch.randn(8, 5, 6, generator=generator, dtype=torch.float64) for _ in range(10)]
     own = 8 // world

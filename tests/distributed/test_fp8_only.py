@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 from lightning_moe import ExpertParallelStrategy
 from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.precision import ReleasedParameter
-from tests.distributed.fp8_only_runs import differences, expert_weights, module_in
-from tests.distributed.lightning_ranks import (
+from tests.kit.fp8_only_runs import differences, expert_weights, module_in
+from tests.kit.rank_trainers import (
     batches,
     join_lightning,
     loader,
-    make_trainer,
+    rank_trainer,
 )
 from tests.kit.ranks import run_ranks
 
@@ -100,7 +100,7 @@ def _fit(
         "check_val_every_n_epoch": None,
         "limit_val_batches": 1,
     }
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         ExpertParallelStrategy(ep, timeout=120.0),
         max_steps=steps,

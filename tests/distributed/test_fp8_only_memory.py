@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe import ExpertParallelStrategy
-from tests.distributed.fp8_only_runs import expert_weights, module_in
-from tests.distributed.lightning_ranks import (
+from tests.kit.fp8_only_runs import expert_weights, module_in
+from tests.kit.rank_trainers import (
     join_lightning,
     loader,
-    make_trainer,
+    rank_trainer,
 )
 from tests.kit.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def _stores(experts: Any) -> list[Any]:
 def _weigh(rank: int, world: int, ep: int, precision: str, mode: str) -> tuple[float, list[Any]]:
     join_lightning(rank, world)
     module, weigher = module_in(mode), _Weigher()
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         ExpertParallelStrategy(ep, timeout=120.0),
         max_steps=2,

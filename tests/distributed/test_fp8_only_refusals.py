@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from lightning_moe import ExpertParallelStrategy, MoEConfig, MoEPrecision
 from lightning_moe.nn import MoE
 from lightning_moe.precision import ReleasedParameter
-from tests.distributed.fp8_only_runs import expert_weights, module_in
-from tests.distributed.lightning_ranks import (
+from tests.kit.fp8_only_runs import expert_weights, module_in
+from tests.kit.rank_trainers import (
     Module,
     join_lightning,
     loader,
-    make_trainer,
+    rank_trainer,
 )
 from tests.kit.ranks import run_ranks
 
@@ -31,7 +31,7 @@ class _Adafactor(Module):
 
 def _optimizer_error(rank: int, world: int) -> str:
     join_lightning(rank, world)
-    trainer = make_trainer(world, ExpertParallelStrategy(1), precision="32-true")
+    trainer = rank_trainer(world, ExpertParallelStrategy(1), precision="32-true")
     with pytest.raises(ValueError, match="Adafactor updates a matrix differently") as error:
         trainer.fit(module_in("only", kind=_Adafactor), loader(rank, world))
     return str(error.value)
@@ -48,7 +48,7 @@ def _error(rank: int, world: int, options: dict[str, Any], strategy: dict[str, A
         kind, arguments = options["callbacks"]
         options = {"callbacks": kind(*arguments)}
     module = module_in("only")
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world, ExpertParallelStrategy(**strategy), **({"precision": "32-true"} | options)
     )
     with pytest.raises(ValueError, match=r"model\.moe\.fp8\.fp8_only=True") as error:
@@ -82,7 +82,7 @@ def test_what_needs_weights_or_leaves_no_master_is_refused_in_setup_on_all_ranks
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about missing loaders
 def test_another_strategy_is_refused_before_the_first_batch() -> None:
-    trainer = make_trainer(1, "auto", precision="32-true")
+    trainer = rank_trainer(1, "auto", precision="32-true")
     with pytest.raises(ValueError, match=r"fp8_only=True needs strategy=ExpertParallelStrategy"):
         trainer.fit(module_in("only"), loader(0, 1))
 
@@ -102,7 +102,7 @@ class _Own(L.LightningModule):
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_of_your_own_is_told_at_its_first_step_that_its_strategy_keeps_weights() -> None:
     plugin = MoEPrecision("mxfp8", base="32-true", emulate=True, fp8_only=True)
-    trainer = make_trainer(1, "auto", precision=None, plugins=[plugin])
+    trainer = rank_trainer(1, "auto", precision=None, plugins=[plugin])
     with pytest.raises(RuntimeError, match=r"fp8_only=True trains inside of Trainer\.fit with Exp"):
         trainer.fit(_Own(), DataLoader(torch.ones(4, 32), batch_size=2))
 
@@ -117,7 +117,7 @@ class _Breaks(Module):
 def _break(rank: int, world: int) -> list[str]:
     join_lightning(rank, world)
     module = module_in("only", kind=_Breaks)
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world, ExpertParallelStrategy(1, timeout=120.0), precision="32-true", max_steps=3
     )
     with pytest.raises(ZeroDivisionError, match="broken"):
@@ -147,7 +147,7 @@ def _diverge(rank: int, world: int) -> str:
 
     module = module_in("only", kind=Diverging)
     module.optim = replace(module.optim, max_skipped_steps=0)
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         ExpertParallelStrategy(1, timeout=120.0),
         precision="32-true",

@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader
 
 from lightning_moe import ExpertParallelStrategy, MoEModule
 from lightning_moe.precision import ReleasedParameter
-from tests.distributed.fp8_only_runs import differences, expert_weights, module_in
-from tests.distributed.lightning_ranks import (
+from tests.kit.fp8_only_runs import differences, expert_weights, module_in
+from tests.kit.rank_trainers import (
     Module,
     batches,
     join_lightning,
     loader,
-    make_trainer,
+    rank_trainer,
 )
 from tests.kit.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def _evaluations(rank: int, world: int, ep: int) -> list[Any]:
         data = DataLoader(batches(rank, world, 2), batch_size=None)
 
         def trainer(steps: int) -> L.Trainer:
-            return make_trainer(
+            return rank_trainer(
                 world,
                 ExpertParallelStrategy(ep, timeout=120.0),
                 max_steps=steps,
@@ -97,7 +97,7 @@ def _output(module: MoEModule) -> Tensor:
 def _reload(rank: int, world: int, path: Path, precision: str) -> dict[str, Any]:
     join_lightning(rank, world)
     reload = _Reload(path)
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         ExpertParallelStrategy(1, timeout=120.0),
         max_steps=2,
@@ -140,7 +140,7 @@ def _variant(rank: int, world: int, manual: bool, **strategy: Any) -> list[str]:
     found = []
     for mode in ("kept", "only"):
         module = module_in(mode, kind=_Manual if manual else Module)
-        trainer = make_trainer(
+        trainer = rank_trainer(
             world,
             ExpertParallelStrategy(world, timeout=120.0, **strategy),
             precision="32-true",
@@ -176,7 +176,7 @@ def _frozen(rank: int, world: int) -> list[str]:
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
             assert all(type(p) is ReleasedParameter for p in expert_weights(pl_module))
 
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world, ExpertParallelStrategy(1, timeout=120.0), precision="32-true", callbacks=[Others()]
     )
     trainer.fit(module, loader(rank, world))

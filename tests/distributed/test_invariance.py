@@ -19,7 +19,7 @@ from lightning_moe import (
     TransformerConfig,
 )
 from lightning_moe.config import BALANCE_INVARIANCE
-from tests.distributed.trainer_runs import Recorded, batches, fit, parallel, whole_weights
+from tests.kit.rank_runs import Recorded, batches, fit, parallel, whole_weights
 from tests.kit.ranks import run_ranks
 
 STEPS = 3

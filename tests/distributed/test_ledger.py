@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.trainer_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
+from tests.kit.rank_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
 from tests.kit.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_moe.callbacks import ExpertLoadMonitor, read_history
-from tests.distributed.trainer_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
+from tests.kit.rank_runs import OPTIMIZERS, Recorded, batches, config, fit, parallel
 from tests.kit.ranks import run_ranks
 
 STEPS = 5

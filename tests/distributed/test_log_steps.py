@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_moe import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
-from tests.distributed.lightning_ranks import join_lightning, make_trainer
+from tests.kit.rank_trainers import join_lightning, rank_trainer
 from tests.kit.ranks import run_ranks
 from tests.kit.step_logger import StepLogger
 
@@ -60,7 +60,7 @@ def _logged(
     join_lightning(rank, world)
     torch.manual_seed(0)
     logger = StepLogger()
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         max_steps=-1,
         max_epochs=1,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
-from tests.distributed.trainer_runs import fit, parallel, whole_weights
+from tests.kit.rank_runs import fit, parallel, whole_weights
 from tests.kit.ranks import run_ranks
 
 STEPS = 4

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_moe.config import FP8Config, LatentMoEConfig, SharedExpertConfig
-from tests.distributed.host_syncs import HostSyncs
-from tests.distributed.layers import (
+from tests.kit.host_syncs import HostSyncs
+from tests.kit.ranks import run_ranks
+from tests.kit.spread_layers import (
     BACKWARD,
     CASES,
     FORWARD,
@@ -20,7 +21,6 @@ from tests.distributed.layers import (
     run,
     spread,
 )
-from tests.kit.ranks import run_ranks
 
 WIDTH = 32
 # Of the layer, and whether autocast computes in bfloat16.

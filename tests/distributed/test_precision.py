@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe import FP8Config, MoEConfig, MoEPrecision, SharedExpertConfig
-from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel, whole_weights
+from tests.kit.rank_runs import Recorded, batches, config, fit, parallel, whole_weights
 from tests.kit.ranks import run_ranks
 
 

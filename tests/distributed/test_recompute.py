@@ -15,9 +15,9 @@ from lightning_moe.config import (
     TransformerConfig,
 )
 from lightning_moe.nn import MoETransformer, Routing, balance_loss, z_loss
-from tests.distributed.layers import connect, spread
+from tests.kit.randomized import randomized
 from tests.kit.ranks import run_ranks
-from tests.unit.nn.randomized import randomized
+from tests.kit.spread_layers import connect, spread
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.reducer_runs import (
+from tests.kit.ranks import run_ranks
+from tests.kit.reducer_runs import (
     CLOSE,
     Net,
     Setup,
@@ -12,7 +13,6 @@ from tests.distributed.reducer_runs import (
     make_tokens,
     mean_square,
 )
-from tests.kit.ranks import run_ranks
 
 
 def _one_step(rank: int, world: int, ep: int, split: bool) -> None:

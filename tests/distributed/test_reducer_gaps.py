@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.reducer_runs import Setup
 from tests.kit.ranks import run_ranks
+from tests.kit.reducer_runs import Setup
 
 
 def _partly_unused(rank: int, world: int, split: bool) -> None:

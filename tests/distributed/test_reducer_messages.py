@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.layers import Case
-from tests.distributed.reducer_runs import Net, Setup, assert_gradients, make_tokens, mean_square
 from tests.kit.ranks import run_ranks
+from tests.kit.reducer_runs import Net, Setup, assert_gradients, make_tokens, mean_square
+from tests.kit.spread_layers import Case
 
 
 def _accumulated(rank: int, world: int, ep: int, split: bool) -> list[tuple[str, str]]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe import ExpertParallelStrategy
-from tests.distributed.lightning_ranks import make_trainer, torchrun_variables
-from tests.distributed.own_module import OwnModule
-from tests.distributed.trainer_runs import Recorded, batches, config, fit, parallel
+from tests.kit.modules import Regression
+from tests.kit.rank_runs import Recorded, batches, config, fit, parallel
+from tests.kit.rank_trainers import rank_trainer, torchrun_variables
 from tests.kit.ranks import run_ranks
 
 
@@ -36,7 +36,7 @@ def test_sizes_that_do_not_fit_are_refused_before_ranks_connect(
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     for name, value in torchrun_variables(0, world).items():
         monkeypatch.setenv(name, value)
-    trainer = make_trainer(world, ExpertParallelStrategy(expert_parallel))
+    trainer = rank_trainer(world, ExpertParallelStrategy(expert_parallel))
     data = batches(0, 1, steps=1)
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, data, data)
@@ -58,7 +58,7 @@ def test_a_limit_on_rows_is_refused_where_none_travel(
     module = Recorded(config(num_experts=num_experts), torch.optim.AdamW)
     for name, value in torchrun_variables(0, 4).items():
         monkeypatch.setenv(name, value)
-    trainer = make_trainer(4, ExpertParallelStrategy(expert_parallel, receive_limit=5))
+    trainer = rank_trainer(4, ExpertParallelStrategy(expert_parallel, receive_limit=5))
     data = batches(0, 1, steps=1)
     with pytest.raises(ValueError, match=f"strategy.receive_limit=5 {message}"):
         trainer.fit(module, data, data)
@@ -142,7 +142,7 @@ def test_options_of_ddp_that_would_do_nothing_are_refused() -> None:
         ExpertParallelStrategy(find_unused_parameters=True)
 
 
-class WithOptimizer(OwnModule):
+class WithOptimizer(Regression):
     """Any optimizer, built by its name."""
 
     def __init__(self, make: str) -> None:

@@ -5,9 +5,9 @@ from torch import nn
 
 from lightning_moe.parallel import ParamLayout
 from lightning_moe.parallel.replicas import sync_replicas
-from tests.distributed.layers import Case, connect, spread
-from tests.distributed.reducer_runs import Net
 from tests.kit.ranks import run_ranks
+from tests.kit.reducer_runs import Net
+from tests.kit.spread_layers import Case, connect, spread
 
 
 def _specs(rank: int, world: int) -> dict[str, str]:

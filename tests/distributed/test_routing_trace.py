@@ -10,7 +10,7 @@ from lightning_moe import MoEModule
 from lightning_moe.callbacks import RoutingTrace
 from lightning_moe.cli import main
 from lightning_moe.report.routes_diff import read_trace
-from tests.distributed.trainer_runs import batches, config, fit, parallel
+from tests.kit.rank_runs import batches, config, fit, parallel
 from tests.kit.ranks import run_ranks
 
 

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_moe.optim.sharded import ShardedState
 from lightning_moe.parallel import GradientReducer, ParamLayout, ProcessMesh
-from tests.distributed.layers import Case, connect, spread
 from tests.kit.optimizers import SignDescent
 from tests.kit.ranks import run_ranks
+from tests.kit.spread_layers import Case, connect, spread
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
-from tests.distributed.host_syncs import HostSyncs
-from tests.distributed.layers import WIDTH, Case, connect, run, spread
+from tests.kit.host_syncs import HostSyncs
 from tests.kit.ranks import run_ranks
 from tests.kit.reference import expert as one_expert
+from tests.kit.spread_layers import WIDTH, Case, connect, run, spread
 
 CPU = torch.device("cpu")
 

@@ -29,10 +29,10 @@ from lightning_moe.config import (
 from lightning_moe.nn import MoETransformer, Routing, balance_loss, z_loss
 from lightning_moe.precision import LinearRecipe
 from lightning_moe.strategy.linears import LinearSwap
-from tests.distributed import lightning_ranks
-from tests.distributed.layers import connect, spread
-from tests.e2e.runs import make_batches, make_loader, make_trainer, tiny_config
+from tests.kit import rank_trainers
 from tests.kit.ranks import run_ranks
+from tests.kit.runs import make_batches, make_loader, make_trainer, tiny_config
+from tests.kit.spread_layers import connect, spread
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -204,14 +204,14 @@ def _train_exact(
 ) -> list[Tensor]:
     """This rank's weights after four steps of two micro-batches, with noise in the choice of experts."""
     torch._dynamo.reset()
-    small = lightning_ranks.config()
+    small = rank_trainers.config()
     assert small.moe is not None
     router = replace(small.moe.router, lb_loss_scope="exact", lb_loss_weight=1.0, jitter_eps=0.2)
     torch.manual_seed(0 if load is None else 5)
-    module = lightning_ranks.Module(
+    module = rank_trainers.Module(
         replace(small, compile=way, moe=replace(small.moe, router=router))
     )
-    trainer = lightning_ranks.make_trainer(
+    trainer = rank_trainers.rank_trainer(
         world,
         ExpertParallelStrategy(world),
         max_steps=4,
@@ -219,14 +219,14 @@ def _train_exact(
         precision="32-true",
         callbacks=[] if save is None else [_Save(save)],
     )
-    trainer.fit(module, lightning_ranks.loader(rank, world), ckpt_path=load)
+    trainer.fit(module, rank_trainers.loader(rank, world), ckpt_path=load)
     assert trainer.global_step == 4
     return [value.clone() for value in module.state_dict().values()]
 
 
 def _exact(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """The balance scope that looks ahead: a resumed run against a straight one, and compiled against not."""
-    lightning_ranks.join_lightning(rank, world)
+    rank_trainers.join_lightning(rank, world)
     straight, resumed_apart = {}, {}
     for way in ("none", "aot_eager"):
         straight[way] = _train_exact(rank, world, way, save=folder / way)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 
 from lightning_moe import ExpertParallelStrategy
-from tests.distributed.lightning_ranks import Module, batches, make_module, make_trainer
+from tests.kit.rank_trainers import Module, batches, make_module, rank_trainer
 
 OmegaConf.register_new_resolver(
     "draw", lambda: random.SystemRandom().random(), use_cache=True, replace=True
@@ -45,7 +45,7 @@ class Drawn(Module):
 def main(options: DictConfig) -> None:
     torch.set_num_threads(1)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    trainer = make_trainer(2, ExpertParallelStrategy(2), max_steps=2, default_root_dir=folder)
+    trainer = rank_trainer(2, ExpertParallelStrategy(2), max_steps=2, default_root_dir=folder)
     module = make_module(kind=Drawn)
     module.lr = options.lr
     trainer.fit(module.double(), DataLoader(batches(trainer.global_rank, 2), batch_size=None))

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_moe import ExpertParallelStrategy, TokenBatch
-from tests.distributed.lightning_ranks import Resumable, batches, make_module, make_trainer
+from tests.kit.rank_trainers import Resumable, batches, make_module, rank_trainer
 
 FAULT_STEP = 4
 SIGNALS = {
@@ -67,7 +67,7 @@ def main() -> None:
         dispatcher=dispatcher,
         timeout=float(keywords.get("timeout", 60)),
     )
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         keywords.get("strategy", strategy),
         callbacks=callbacks,

@@ -4,7 +4,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_moe import TokenBatch
-from tests.distributed.lightning_ranks import batches
+from tests.kit.rank_trainers import batches
 
 
 class SpawnData(L.LightningDataModule):

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_moe import StepWindow, TokenBatch, step_router_losses
 from lightning_moe.callbacks import NonFiniteGuard, RouterBiasCorrection
 from lightning_moe.nn import Routing
-from tests.e2e.own_modules import OwnModule
-from tests.e2e.runs import (
+from tests.kit.modules import OwnModule
+from tests.kit.runs import (
     GAMMA,
     LEARNING_RATE,
     VOCAB_SIZE,

@@ -15,7 +15,7 @@ from lightning_moe import MoEModule, MoEPrecision, OptimConfig
 from lightning_moe.config import LayerConfig, MoEConfig, SharedExpertConfig
 from lightning_moe.precision import LinearRecipe
 from lightning_moe.strategy.linears import LinearSwap
-from tests.e2e.runs import (
+from tests.kit.runs import (
     make_batches,
     make_loader,
     make_module,

@@ -13,7 +13,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from lightning_moe import TokenBatch
-from tests.e2e.runs import (
+from tests.kit import reference
+from tests.kit.by_hand import train_by_hand
+from tests.kit.ranks import run_ranks
+from tests.kit.runs import (
     GAMMA,
     LEARNING_RATE,
     SgdModule,
@@ -24,10 +27,7 @@ from tests.e2e.runs import (
     make_trainer,
     run,
     tiny_config,
-    train_by_hand,
 )
-from tests.kit import reference
-from tests.kit.ranks import run_ranks
 
 Closure = Callable[[], object]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_moe import MoEModule, OptimConfig, TokenBatch, TransformerConfig
 from lightning_moe.callbacks import NonFiniteGuard, StartFrom
-from tests.e2e.runs import (
+from tests.kit.runs import (
     GAMMA,
     make_batches,
     make_loader,

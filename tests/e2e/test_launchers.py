@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_moe import ExpertParallelStrategy
 from lightning_moe.strategy import register_strategies
-from tests.distributed.lightning_ranks import Plan, batches, make_module, make_trainer, run_plans
-from tests.e2e.script_runs import run_script
+from tests.kit.rank_trainers import Plan, batches, make_module, rank_trainer, run_plans
 from tests.kit.ranks import run_ranks
+from tests.kit.script_runs import run_script
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,11 @@ def test_slurm_starts_the_ranks(tmp_path: Path, expected: dict[str, torch.Tensor
 
 SPAWN = """
 import pickle, sys
-from tests.distributed.lightning_ranks import make_module, make_trainer
+from tests.kit.rank_trainers import make_module, rank_trainer
 from tests.e2e.spawned import SpawnData
 if __name__ == "__main__":
     module = make_module().double()
-    trainer = make_trainer(2, "expert_parallel_spawn", max_steps=8)
+    trainer = rank_trainer(2, "expert_parallel_spawn", max_steps=8)
     trainer.fit(module, datamodule=SpawnData())
     pickle.dump(dict(module.state_dict()), open(sys.argv[1], "wb"))
 """
@@ -112,10 +112,10 @@ def test_spawned_ranks_give_all_experts_back(
 
 
 SPAWN_THAT_FAILS = """
-from tests.distributed.lightning_ranks import make_module, make_trainer
+from tests.kit.rank_trainers import make_module, rank_trainer
 from tests.e2e.spawned import FailingSpawnData
 if __name__ == "__main__":
-    make_trainer(2, "expert_parallel_spawn", max_steps=8).fit(make_module().double(), datamodule=FailingSpawnData())
+    rank_trainer(2, "expert_parallel_spawn", max_steps=8).fit(make_module().double(), datamodule=FailingSpawnData())
 """
 
 
@@ -137,7 +137,7 @@ def test_an_error_of_a_spawned_rank_is_what_the_main_process_reports(tmp_path: P
 
 def test_names_are_known_to_the_trainer_and_can_be_registered_again() -> None:
     register_strategies()
-    trainer = make_trainer(1, "expert_parallel")
+    trainer = rank_trainer(1, "expert_parallel")
     assert isinstance(trainer.strategy, ExpertParallelStrategy)
 
 
@@ -148,7 +148,7 @@ def test_an_option_of_ddp_is_refused() -> None:
 
 def _run_alone(_rank: int, _world: int) -> tuple[int, bool]:
     torch.distributed.destroy_process_group()
-    trainer = make_trainer(1, "expert_parallel", max_steps=2)
+    trainer = rank_trainer(1, "expert_parallel", max_steps=2)
     trainer.fit(make_module().double(), DataLoader(batches(0, 1), batch_size=None))
     return trainer.global_step, "LOCAL_RANK" in os.environ
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_moe import StepWindow, TokenBatch
 from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
 from lightning_moe.step import close_window
-from tests.e2e.own_modules import Adding, Manual, OwnModule, Recording
-from tests.e2e.runs import (
+from tests.kit.modules import Adding, Manual, OwnModule, Recording
+from tests.kit.runs import (
     GAMMA,
     LEARNING_RATE,
     NUM_EXPERTS,

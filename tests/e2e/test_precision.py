@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_moe import FP8Config, MoEModule, MoEPrecision, OptimConfig
 from lightning_moe.config import MoEConfig
-from tests.e2e.own_modules import OwnModule
-from tests.e2e.runs import (
+from tests.kit.modules import OwnModule
+from tests.kit.runs import (
     make_batches,
     make_loader,
     make_module,

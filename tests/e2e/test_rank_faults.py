@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_moe.checkpoint.whole import read_whole
-from tests.distributed.lightning_ranks import Plan, run_plans
 from tests.e2e.rank_script import FAULT_STEP
-from tests.e2e.script_runs import Ended, run_script
+from tests.kit.rank_trainers import Plan, run_plans
 from tests.kit.ranks import run_ranks
+from tests.kit.script_runs import Ended, run_script
 
 # Ends of processes take seconds on a busy machine; a hang would take a minute and more.
 SOON_S = 25.0

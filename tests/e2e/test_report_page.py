@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from lightning_moe.cli import main
-from tests.unit.report.run_folder import make_run
+from tests.kit.run_folder import make_run
 
 BACKGROUND = {"light": (246, 247, 248), "dark": (18, 22, 27)}
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule
-from tests.e2e.runs import GAMMA, History, make_module, make_trainer, tiny_config
+from tests.kit.runs import GAMMA, History, make_module, make_trainer, tiny_config
 from tests.kit.step_logger import StepLogger
 
 # A resumed run writes where the first one wrote.

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule, TransformerConfig
-from tests.e2e.runs import (
+from tests.kit import reference
+from tests.kit.runs import (
     GAMMA,
     Run,
     assert_same,
@@ -27,7 +28,6 @@ from tests.e2e.runs import (
     run,
     tiny_config,
 )
-from tests.kit import reference
 
 ROUTER: dict[str, Any] = {
     "bias_gamma": GAMMA,

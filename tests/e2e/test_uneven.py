@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_moe import ExpertParallelStrategy, TokenBatch
 from lightning_moe.nn import MoETransformer
-from tests.distributed.lightning_ranks import (
+from tests.kit.rank_trainers import (
     VOCAB_SIZE,
     Module,
     batches,
@@ -20,7 +20,7 @@ from tests.distributed.lightning_ranks import (
     join_lightning,
     loader,
     make_module,
-    make_trainer,
+    rank_trainer,
     whole_state,
 )
 from tests.kit.ranks import run_ranks
@@ -40,7 +40,7 @@ def _stream(rank: int, world: int, num_batches: int) -> DataLoader[TokenBatch]:
 
 def _train_streams(rank: int, world: int, max_steps: int) -> int:
     join_lightning(rank, world)
-    trainer = make_trainer(world, max_steps=max_steps, max_epochs=2)
+    trainer = rank_trainer(world, max_steps=max_steps, max_epochs=2)
     train = _stream(rank, world, 5 if rank == 0 else 3)
     trainer.fit(make_module().double(), train, _stream(rank, world, 2 if rank == 0 else 4))
     return trainer.global_step
@@ -53,7 +53,7 @@ def test_streams_of_5_and_3_batches_end_together_after_3(max_steps: int, expecte
 
 def _train_sized(rank: int, world: int, stage: str) -> str:
     join_lightning(rank, world)
-    trainer = make_trainer(world)
+    trainer = rank_trainer(world)
     uneven = DataLoader(batches(rank, world, 5 if rank == 0 else 3), batch_size=None)
     even = DataLoader(batches(rank, world, 2), batch_size=None)
     module = make_module().double()
@@ -100,7 +100,7 @@ class _PredictsFromMany(_Predicts):
 
 def _predict(rank: int, world: int, num_loaders: int) -> list[int]:
     join_lightning(rank, world)
-    trainer = make_trainer(world, use_distributed_sampler=True)
+    trainer = rank_trainer(world, use_distributed_sampler=True)
     kind = _Predicts if num_loaders == 1 else _PredictsFromMany
     loaders = [DataLoader(_Rows(), batch_size=2) for _ in range(num_loaders)]
     found = trainer.predict(kind(config()).double(), loaders)
@@ -120,7 +120,7 @@ def _predict_logits(rank: int, world: int) -> tuple[list[torch.Tensor], list[tor
     whole = make_module().double().eval()
     with torch.no_grad():
         expected = [whole(batch.ids_BS)[0] for batch in mine]
-    trainer = make_trainer(world)
+    trainer = rank_trainer(world)
     return trainer.predict(make_module().double(), DataLoader(mine, batch_size=None)), expected
 
 
@@ -158,7 +158,7 @@ def _built(rank: int, world: int, ep: int, meta: bool) -> dict[str, torch.Tensor
             found.append(whole_state(trainer, world, ep).weights)
 
     strategy = ExpertParallelStrategy(ep)
-    trainer = make_trainer(world, strategy, precision="32-true", max_steps=1, callbacks=[Look()])
+    trainer = rank_trainer(world, strategy, precision="32-true", max_steps=1, callbacks=[Look()])
     trainer.fit(_Late(meta=meta), loader(rank, world))
     return found[0]
 
@@ -174,7 +174,7 @@ def test_a_module_built_without_memory_gets_the_weights_of_one_with_memory_on_an
 def _everything(rank: int, world: int, folder: str) -> list[object]:
     join_lightning(rank, world)
     callbacks = [EarlyStopping("val/ce", patience=9), LearningRateMonitor()]
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world,
         callbacks=callbacks,
         profiler="simple",
@@ -206,7 +206,7 @@ def test_fitting_twice_validating_and_testing_work_with_lightnings_own_callbacks
 def _refused(rank: int, world: int) -> str:
     join_lightning(rank, world)
     plugin = MixedPrecision("16-mixed", "cpu")
-    trainer = make_trainer(world, precision=None, plugins=[plugin])
+    trainer = rank_trainer(world, precision=None, plugins=[plugin])
     try:
         trainer.fit(make_module(), loader(rank, world))
     except ValueError as error:
@@ -224,7 +224,7 @@ def _fit_a_part(rank: int, world: int) -> str:
     module = make_module()
     module.moe_layers[0].experts.keep_(range(2))
     try:
-        make_trainer(world, "ddp", precision=None).fit(module, loader(rank, world))
+        rank_trainer(world, "ddp", precision=None).fit(module, loader(rank, world))
     except ValueError as error:
         return str(error)
     return "no error"

@@ -11,8 +11,10 @@ from torch import Tensor
 from lightning_moe import TokenBatch
 from lightning_moe.callbacks import RouterBiasCorrection
 from lightning_moe.nn import Routing
-from tests.e2e.own_modules import Recording, Scripted, ScriptedTwoOptimizers
-from tests.e2e.runs import (
+from tests.kit.by_hand import train_by_hand
+from tests.kit.modules import Recording, Scripted, ScriptedTwoOptimizers
+from tests.kit.records import routing_record
+from tests.kit.runs import (
     GAMMA,
     SgdModule,
     assert_same,
@@ -22,9 +24,7 @@ from tests.e2e.runs import (
     make_trainer,
     run,
     tiny_config,
-    train_by_hand,
 )
-from tests.kit.records import routing_record
 
 
 def _records(counts: list[list[int]]) -> list[Routing]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_moe.callbacks import ExpertLoadMonitor, GerrymanderingAlarm, LayerHealth
 from lightning_moe.callbacks.gerrymandering import warning
 from lightning_moe.ops.load import balance_inner_product, dead_share, load_max_over_mean
-from tests.e2e.own_modules import Scripted
+from tests.kit.modules import Scripted
+from tests.kit.monitored import fit, resume
 from tests.kit.records import routing_record
-from tests.unit.callbacks.monitored import fit, resume
 
 MANY = 10**7
 

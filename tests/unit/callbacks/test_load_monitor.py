@@ -15,8 +15,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_moe.callbacks import ExpertLoadMonitor, read_history
-from tests.e2e.own_modules import Recording, Scripted, ScriptedTwoOptimizers
-from tests.e2e.runs import (
+from tests.kit.modules import Recording, Scripted, ScriptedTwoOptimizers
+from tests.kit.monitored import HISTORY, RECORDS, Failing, fit
+from tests.kit.records import routing_record
+from tests.kit.runs import (
     GAMMA,
     make_batches,
     make_loader,
@@ -25,8 +27,6 @@ from tests.e2e.runs import (
     run,
     tiny_config,
 )
-from tests.kit.records import routing_record
-from tests.unit.callbacks.monitored import HISTORY, RECORDS, Failing, fit
 
 
 def test_an_entry_adds_up_the_steps_since_the_one_before(tmp_path: Path) -> None:

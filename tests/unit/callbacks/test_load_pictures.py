@@ -5,8 +5,8 @@ from pathlib import Path
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_moe.callbacks import ExpertLoadMonitor
-from tests.e2e.own_modules import Scripted
-from tests.unit.callbacks.monitored import RECORDS, fit
+from tests.kit.modules import Scripted
+from tests.kit.monitored import RECORDS, fit
 
 
 def test_a_heat_map_is_drawn_at_the_end(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_moe.callbacks import ExpertLoadMonitor, read_history, routing_history
 from lightning_moe.callbacks.routing_history import entries_before, write_history
-from tests.e2e.own_modules import Recording, Scripted
-from tests.e2e.runs import make_batches, make_loader, make_module, make_trainer, tiny_config
-from tests.unit.callbacks.monitored import HISTORY, RECORDS, Failing, fit, resume
+from tests.kit.modules import Recording, Scripted
+from tests.kit.monitored import HISTORY, RECORDS, Failing, fit, resume
+from tests.kit.runs import make_batches, make_loader, make_module, make_trainer, tiny_config
 
 
 def test_a_resumed_run_goes_on_with_the_history(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import math
 import torch
 
 from lightning_moe.callbacks.routing_sums import RoutingSums
+from tests.kit.monitored import RECORDS
 from tests.kit.records import token_routes
-from tests.unit.callbacks.monitored import RECORDS
 
 
 def test_margins_that_are_infinite_are_left_out_of_their_mean_only() -> None:

@@ -9,8 +9,8 @@ import torch
 from lightning_moe.callbacks import RoutingTrace
 from lightning_moe.callbacks.route_files import RouteKey, read_routes
 from lightning_moe.report.routes_diff import compare, read_trace
-from tests.e2e.own_modules import OwnModule, Recording, TwoOptimizers
-from tests.e2e.runs import (
+from tests.kit.modules import OwnModule, Recording, TwoOptimizers
+from tests.kit.runs import (
     History,
     make_batches,
     make_loader,

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_moe import MoEModule, MoEPrecision, TransformerConfig
 from lightning_moe.callbacks import LossCurve, ModelTable
-from tests.e2e.runs import GAMMA, make_batches, make_loader, make_module, make_trainer, tiny_config
+from tests.kit.runs import GAMMA, make_batches, make_loader, make_module, make_trainer, tiny_config
 
 
 def test_the_loss_curve_is_drawn_at_the_end(tmp_path: Path) -> None:

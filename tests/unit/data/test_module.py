@@ -9,8 +9,7 @@ import torch
 
 from lightning_moe.config.data import DataConfig
 from lightning_moe.data import IGNORE_INDEX, TokenBatch, TokenDataModule, prepare_tokens
-
-from .trainer_runs import Recorder, make_trainer
+from tests.kit.data_runs import Recorder, data_trainer
 
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -131,7 +130,7 @@ def test_trainer_validation_and_test_predict_every_token_once(tmp_path: Path) ->
     val = str(tmp_path / "1.txt")
     data = TokenDataModule.from_text(pattern, val_paths=(val,), sequence_length=4, batch_size=2)
     module = Recorder()
-    make_trainer(tmp_path).validate(module, data, verbose=False)
+    data_trainer(tmp_path).validate(module, data, verbose=False)
     labels = torch.cat([label.flatten() for label in module.validated])
     assert labels[labels != IGNORE_INDEX].tolist() == [*range(51, 61), 256]
     assert len(data.test_dataloader()) == len(data.val_dataloader()) == 2
@@ -147,7 +146,7 @@ def test_the_trainer_predicts_validation_rows_in_the_order_of_the_text(tmp_path:
     pattern = write_texts(tmp_path, bytes(range(50)), bytes(range(50, 61)))
     val = str(tmp_path / "1.txt")
     data = TokenDataModule.from_text(pattern, val_paths=(val,), sequence_length=4, batch_size=2)
-    found = make_trainer(tmp_path).predict(_Predicts(), data)
+    found = data_trainer(tmp_path).predict(_Predicts(), data)
     assert [len(labels) for labels in found] == [2, 1]
     labels = torch.cat(found)
     assert labels[labels != IGNORE_INDEX].tolist() == [*range(51, 61), 256]
@@ -159,7 +158,7 @@ def test_the_trainer_takes_batches_at_every_precision(tmp_path: Path, precision:
     pattern = write_texts(tmp_path, bytes(range(40)))
     data = TokenDataModule.from_text(pattern, sequence_length=4, batch_size=2, mask_documents=True)
     module = Recorder()
-    make_trainer(tmp_path, precision=precision, max_steps=1).fit(module, data)
+    data_trainer(tmp_path, precision=precision, max_steps=1).fit(module, data)
     assert len(module.trained) == 1
 
 

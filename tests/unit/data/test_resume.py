@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from .trainer_runs import Recorder, Rows, SaveAt, make_data, make_trainer
+from tests.kit.data_runs import Recorder, Rows, SaveAt, data_trainer, make_data
 
 # Lightning advises on workers, logging intervals and rates of saving that tiny runs do not have.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -18,7 +18,7 @@ def train(
 ) -> list[Rows]:
     module = Recorder()
     data = make_data(folder, NUM_ROWS, num_workers=num_workers)
-    make_trainer(folder, **options).fit(module, data, ckpt_path=ckpt_path)
+    data_trainer(folder, **options).fit(module, data, ckpt_path=ckpt_path)
     return module.trained
 
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_seed_is_refused_in_the_middle_of_an_epoch(tmp_p
     train(tmp_path, max_steps=2, callbacks=[SaveAt("on_train_batch_end", tmp_path)])
     data = make_data(tmp_path, NUM_ROWS, seed=1)
     with pytest.raises(ValueError, match=r"written with data.seed=0, this run has 1"):
-        make_trainer(tmp_path, max_steps=4).fit(
+        data_trainer(tmp_path, max_steps=4).fit(
             Recorder(), data, ckpt_path=tmp_path / "on_train_batch_end-2.ckpt"
         )
 
@@ -115,7 +115,7 @@ def test_fit_twice_with_one_data_module_starts_anew(tmp_path: Path) -> None:
     runs = []
     for _ in range(2):
         module = Recorder()
-        make_trainer(tmp_path, max_epochs=1).fit(module, data)
+        data_trainer(tmp_path, max_epochs=1).fit(module, data)
         runs.append(module.trained)
     assert runs[0] == runs[1]
     assert len(runs[0]) == 3

@@ -23,9 +23,9 @@ from lightning_moe.metrics import (
 from lightning_moe.metrics.layer_sums import LayerSums
 from lightning_moe.nn import MoE
 from lightning_moe.ops import Routing, balance_loss
+from tests.kit.randomized import randomized
 from tests.kit.ranks import run_ranks
 from tests.kit.records import routing_record, token_routes
-from tests.unit.nn.randomized import randomized
 
 # Two layers of unlike size.
 SIZES = (4, 3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_moe.config import MoEConfig
 from lightning_moe.nn import Experts
 from tests.kit import reference
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 COUNTS = torch.tensor([2, 0, 3])
 

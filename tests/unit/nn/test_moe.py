@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_moe.config import LatentMoEConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from lightning_moe.nn import Dispatched, LocalDispatcher, MoE, balance_loss, z_loss
 from tests.kit import reference
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 ROUTER = RouterConfig(top_k=2, score_correction_bias=True, z_loss_weight=0.1, lb_loss_weight=0.1)
 EPS = 1e-6

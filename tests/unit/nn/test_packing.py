@@ -17,7 +17,7 @@ from lightning_moe.nn.packing import arrived
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.precision import Quantized, quantize_rowwise
 from tests.kit.memory import LiveBytes
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 WIDTH = 64
 BACKENDS = pytest.mark.parametrize("backend", ["mxfp8", "fp8_rowwise"])

@@ -21,7 +21,7 @@ from lightning_moe.nn.offload import HostCopy
 from lightning_moe.nn.recompute import recomputed
 from tests.kit.memory import kept_bytes
 from tests.kit.operators import Calls
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 ROUTERS = {
     "plain": RouterConfig(top_k=2, z_loss_weight=0.1),

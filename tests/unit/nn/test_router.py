@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_moe.config import RouterConfig
 from lightning_moe.nn import Router, balance_loss, z_loss
 from tests.kit import reference
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 NORMS = (None, 1.0, 2.0)
 SCALES: tuple[dict[str, Any], ...] = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE, Router
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 CONFIG = RouterConfig(top_k=2, bias=True, bias_gamma=1e-3)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_moe.config import RouterConfig
 from lightning_moe.nn import Router, Routing, balance_loss, z_loss
 from tests.kit import reference
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 FIELDS = ("requested_E", "kept_E", "score_sums_E", "logz_squared", "num_tokens")
 BY_SEQUENCE = ("requested_BE", "score_sums_BE", "num_tokens_B")

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE, Router, TokenRoutes
 from lightning_moe.nn.recompute import recomputed
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 # Logits of three tokens for four experts; the router's weight is the identity.
 LOGITS = torch.tensor([[3.0, 1.0, 0.5, -2.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 2.0, 1.5, 4.0]]).double()

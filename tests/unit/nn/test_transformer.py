@@ -20,7 +20,7 @@ from lightning_moe.config import (
 from lightning_moe.nn import MoETransformer, balance_loss
 from lightning_moe.nn.router_losses import router_losses
 from tests.kit import reference
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 MOE = MoEConfig(
     num_experts=3,

@@ -21,7 +21,7 @@ from lightning_moe import (
 )
 from lightning_moe.nn import MoETransformer
 from lightning_moe.optim import build_optimizer, parameter_groups
-from tests.e2e.runs import make_batches, make_module, run, tiny_config
+from tests.kit.runs import make_batches, make_module, run, tiny_config
 
 pytestmark = pytest.mark.usefixtures("shape_checker_off_in_module")
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_moe import MoEModule, OptimConfig
 from lightning_moe.optim import learning_rate_factor
-from tests.e2e.runs import make_batches, make_module, run, tiny_config
+from tests.kit.runs import make_batches, make_module, run, tiny_config
 
 
 def _factors(config: OptimConfig, num_steps: int, total: int | None = None) -> list[float]:

@@ -20,8 +20,7 @@ from lightning_moe.precision import (
     quantize_rowwise,
     rowwise_backend,
 )
-from tests.unit.nn.randomized import randomized
-from tests.unit.precision.eight_bits import (
+from tests.kit.eight_bits import (
     BACKENDS,
     EMULATED,
     HIDDEN,
@@ -29,6 +28,7 @@ from tests.unit.precision.eight_bits import (
     eight_bit_experts,
     outputs_and_gradients,
 )
+from tests.kit.randomized import randomized
 
 QUANTIZE = {"mxfp8": quantize_mxfp8, "fp8_rowwise": quantize_rowwise}
 

@@ -19,7 +19,7 @@ from lightning_moe.precision import (
     release_,
     restore_,
 )
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 WIDTH, HIDDEN = 64, 32
 

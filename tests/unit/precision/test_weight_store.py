@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_moe.nn import Experts
 from lightning_moe.precision import Quantized, WeightStore, dequantize, quantize_mxfp8
-from tests.unit.precision.eight_bits import WIDTH, eight_bit_experts
+from tests.kit.eight_bits import WIDTH, eight_bit_experts
 
 
 class _Counted:

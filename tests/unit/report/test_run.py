@@ -7,7 +7,7 @@ import pytest
 
 from lightning_moe.cli import main
 from lightning_moe.report import read_run, run_page
-from tests.unit.report.run_folder import METRICS, make_run
+from tests.kit.run_folder import METRICS, make_run
 
 
 def test_a_column_is_a_series_of_its_filled_cells(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lightning_moe.config import (
     to_mapping,
 )
 from lightning_moe.report import read_run, run_page
-from tests.unit.report.run_folder import HISTORY, METRICS, make_run
+from tests.kit.run_folder import HISTORY, METRICS, make_run
 
 SECTIONS = {
     "overview": "Overview",

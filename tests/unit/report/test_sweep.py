@@ -8,7 +8,7 @@ import pytest
 from lightning_moe.cli import main
 from lightning_moe.cli.sweep_plan import planned_jobs
 from lightning_moe.report import is_sweep, read_sweep, sweep_page
-from tests.unit.report.run_folder import make_run
+from tests.kit.run_folder import make_run
 
 JOBS = {
     "0": (["experiment=x", "model.moe.router.lb_loss_weight=0.1", "seed=0"], 2.5, 1.5),

@@ -24,6 +24,7 @@ from lightning_moe import (
     TokenBatch,
     TransformerConfig,
 )
+from tests.kit.runs import make_trainer
 
 NUM_EXPERTS = 4
 VOCAB_SIZE = 32
@@ -125,22 +126,19 @@ def loader(rank: int, world: int) -> Resumable:
     return Resumable(batches(rank, world), batch_size=None)
 
 
-def make_trainer(world: int, strategy: object = None, **options: object) -> L.Trainer:
-    """Quiet, in float64 unless told otherwise; batches stay as they are."""
+def rank_trainer(world: int, strategy: object = None, **options: object) -> L.Trainer:
+    """For ranks that are there already; in float64 unless told otherwise; batches stay as they are."""
     defaults = {
-        "accelerator": "cpu",
         "devices": world,
         "strategy": strategy if strategy is not None else ExpertParallelStrategy(),
+        "max_epochs": None,
         "max_steps": 3,
+        "log_every_n_steps": 50,
         "gradient_clip_val": 0.05,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "use_distributed_sampler": False,
         "precision": "64-true",
     }
-    return L.Trainer(**(defaults | options))
+    return make_trainer(**(defaults | options))
 
 
 @dataclass
@@ -182,7 +180,7 @@ def _run(rank: int, world: int, plan: Plan) -> State:
     module = make_module(plan.seed)
     if plan.precision == "64-true":
         module = module.double()
-    trainer = make_trainer(
+    trainer = rank_trainer(
         world, strategy, max_steps=plan.steps, precision=plan.precision, **plan.options
     )
     trainer.fit(module, loader(rank, world), ckpt_path=plan.load)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_moe.config import FP8Config, MoEConfig
 from lightning_moe.nn import Experts
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 EMULATED = FP8Config(emulate=True)
 BACKENDS = pytest.mark.parametrize("backend", ["mxfp8", "fp8_rowwise"])

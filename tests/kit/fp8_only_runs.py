@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_moe import FP8Config, MoEConfig, MoEModule
 from lightning_moe.nn import moe_layers
-from tests.distributed.lightning_ranks import Module, config
+from tests.kit.rank_trainers import Module, config
 
 MODES = {
     "kept": ("mxfp8", FP8Config(emulate=True)),

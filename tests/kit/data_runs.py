@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.data import TokenBatch, TokenDataModule
+from tests.kit.runs import make_trainer
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -47,15 +48,9 @@ class SaveAt(L.Callback):
         return save
 
 
-def make_trainer(folder: Path, **options: object) -> L.Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return L.Trainer(default_root_dir=folder, accelerator="cpu", devices=1, **(quiet | options))
+def data_trainer(folder: Path, **options: object) -> L.Trainer:
+    """As many epochs as Lightning would run, and validation when it is due only."""
+    return make_trainer(folder, **({"max_epochs": None, "num_sanity_val_steps": 0} | options))
 
 
 def make_data(folder: Path, num_rows: int, **options: object) -> TokenDataModule:

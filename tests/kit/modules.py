@@ -1,14 +1,16 @@
 """Users' own LightningModules around one MoE layer, as the documentation tells them to write it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
 from lightning_moe import MoEConfig, RouterConfig, StepWindow, TokenBatch
-from lightning_moe.nn import MoE, Routing
-from tests.e2e.runs import GAMMA, LEARNING_RATE, NUM_EXPERTS, VOCAB_SIZE
+from lightning_moe.nn import MoE, Routing, balance_loss
+from tests.kit import rank_trainers
+from tests.kit.runs import GAMMA, LEARNING_RATE, NUM_EXPERTS, VOCAB_SIZE
 
 
 class OwnModule(L.LightningModule):
@@ -117,3 +119,74 @@ class TwoOptimizers(Recording):
 
 class ScriptedTwoOptimizers(TwoOptimizers, Scripted):
     """Both of them."""
+
+
+class Regression(L.LightningModule):
+    """Real numbers in and out, mean losses; with or without a layer of experts, and a window that feeds its bias."""
+
+    def __init__(self, *, with_moe: bool, with_window: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        router = RouterConfig(top_k=2, bias_gamma=1e-2, lb_loss_scope="sequence")
+        moe = MoEConfig(num_experts=4, hidden_size=64, router=router)
+        self.moe = MoE(16, moe) if with_moe else None
+        self.last = nn.Linear(16, 300)
+        self.read = nn.Linear(300, 3)
+        if with_window:
+            self.window = StepWindow()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.first(batch)
+        extra = x.new_zeros(())
+        if self.moe is not None:
+            y, routing = self.moe(x)
+            x = x + y
+            with torch.set_grad_enabled(self.moe.router.weight.requires_grad):
+                extra = 0.1 * balance_loss([routing], scope="sequence")
+            if hasattr(self, "window"):
+                self.window.record([routing])
+        loss = self.read(self.last(x).tanh()).square().mean() + extra
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.trainer.callback_metrics["loss"].item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Dropping(L.LightningModule):
+    """Dropout and jitter, so that a resumed run needs its random numbers back; any number of optimizer groups."""
+
+    def __init__(self, *, hidden_size: int = 5, groups: int = 1, **hparams: object) -> None:
+        super().__init__()
+        self.save_hyperparameters(hparams)
+        self.groups = groups
+        self.embedding = nn.Embedding(rank_trainers.VOCAB_SIZE, 6)
+        self.dropout = nn.Dropout(0.3)
+        router = RouterConfig(top_k=2, jitter_eps=0.1, bias_gamma=1e-2)
+        self.moe = MoE(
+            6, MoEConfig(num_experts=NUM_EXPERTS, hidden_size=hidden_size, router=router)
+        )
+        self.head = nn.Linear(6, rank_trainers.VOCAB_SIZE)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        y_BSD, _ = self.moe(self.dropout(self.embedding(batch.ids_BS)))
+        loss = nn.functional.cross_entropy(
+            self.head(y_BSD).flatten(0, 1), batch.labels_BS.flatten()
+        )
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        y_BSD, _ = self.moe(self.embedding(batch.ids_BS))
+        self.log("size", y_BSD.square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = list(self.parameters())
+        cut = len(parameters) // self.groups
+        parts = [parameters[:cut], parameters[cut:]][: self.groups]
+        return torch.optim.AdamW([{"params": part} for part in parts], lr=1e-2)

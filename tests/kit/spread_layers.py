@@ -20,7 +20,7 @@ from lightning_moe.parallel import (
     apply_expert_parallel,
 )
 from lightning_moe.parallel.transports.static import StaticDispatcher
-from tests.unit.nn.randomized import randomized
+from tests.kit.randomized import randomized
 
 WIDTH = 6
 TIMEOUT = timedelta(seconds=120)

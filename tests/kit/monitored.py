@@ -6,9 +6,9 @@ import lightning as L
 
 from lightning_moe.callbacks import ExpertLoadMonitor
 from lightning_moe.nn import Routing
-from tests.e2e.own_modules import Scripted
-from tests.e2e.runs import History, make_batches, make_loader, make_trainer
+from tests.kit.modules import Scripted
 from tests.kit.records import routing_record
+from tests.kit.runs import History, make_batches, make_loader, make_trainer
 
 HISTORY = "routing_history.npz"
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_moe.nn import moe_layers
 from lightning_moe.optim.sharded import ShardedState
 from lightning_moe.parallel import GradientReducer, ParamLayout, ProcessMesh
-from tests.distributed.layers import Case, connect, spread
+from tests.kit.spread_layers import Case, connect, spread
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 

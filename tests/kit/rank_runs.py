@@ -19,7 +19,7 @@ from lightning_moe import (
     TokenBatch,
     TransformerConfig,
 )
-from tests.distributed.lightning_ranks import join_lightning, make_trainer
+from tests.kit.rank_trainers import join_lightning, rank_trainer
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5),
@@ -104,7 +104,7 @@ def fit(
     """Fit over batches that are this rank's already, or a stream of them; on one rank any strategy will do."""
     join_lightning(rank, world)
     defaults = {"max_epochs": 1, "max_steps": -1, "gradient_clip_val": None}
-    trainer = make_trainer(world, strategy, **(defaults | options))
+    trainer = rank_trainer(world, strategy, **(defaults | options))
     dataset = data if isinstance(data, IterableDataset) else list(data)
     trainer.fit(module, DataLoader(dataset, batch_size=None))
     return trainer
