@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_moe.config import MoEConfig, TransformerConfig
-from lightning_moe.strategy.backends import experts_of
+from lightning_moe.strategy.expert_backends import experts_of
 
 
 class ModelTable(L.Callback):

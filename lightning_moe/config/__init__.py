@@ -2,7 +2,13 @@
 
 from lightning_moe.config.build import from_mapping, to_mapping
 from lightning_moe.config.counting import NormPlacement
-from lightning_moe.config.fp8 import FP8_BACKENDS, Backend, FP8Config, LinearFormat, ScaleMode
+from lightning_moe.config.fp8 import (
+    FP8_BACKENDS,
+    ExpertBackendName,
+    FP8Config,
+    LinearFormat,
+    ScaleMode,
+)
 from lightning_moe.config.layers import (
     AttentionBackend,
     AttentionConfig,
@@ -38,11 +44,11 @@ __all__ = [
     "Activation",
     "AttentionBackend",
     "AttentionConfig",
-    "Backend",
     "BalanceScope",
     "Compile",
     "DecayShape",
     "DenseConfig",
+    "ExpertBackendName",
     "FP8Config",
     "GatingFunction",
     "LatentMoEConfig",

@@ -5,11 +5,11 @@ from typing import Final, Literal, get_args
 
 from lightning_moe.config.checks import check_bools, check_choices
 
-Backend = Literal["auto", "loop", "torch", "grouped_gemm", "fp8_rowwise", "mxfp8"]
+ExpertBackendName = Literal["auto", "loop", "torch", "grouped_gemm", "fp8_rowwise", "mxfp8"]
 LinearFormat = Literal["fp8_tensorwise", "fp8_rowwise", "mxfp8"]
 ScaleMode = Literal["rceil", "floor"]
 
-FP8_BACKENDS: Final[tuple[Backend, ...]] = ("fp8_rowwise", "mxfp8")
+FP8_BACKENDS: Final[tuple[ExpertBackendName, ...]] = ("fp8_rowwise", "mxfp8")
 """The expert backends that read `model.moe.fp8`."""
 
 

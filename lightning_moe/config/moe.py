@@ -13,7 +13,7 @@ from lightning_moe.config.checks import (
     check_ints,
     given,
 )
-from lightning_moe.config.fp8 import Backend, FP8Config
+from lightning_moe.config.fp8 import ExpertBackendName, FP8Config
 from lightning_moe.config.router import RouterConfig
 
 Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
@@ -103,7 +103,7 @@ class MoEConfig:
     activation_alpha: float = DEFAULT_ACTIVATION_ALPHA
     activation_limit: float | None = None
     expert_bias: bool = False
-    backend: Backend = "auto"
+    backend: ExpertBackendName = "auto"
     fp8: FP8Config = field(default_factory=FP8Config)
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class MoEConfig:
         check_instances("model.moe", LatentMoEConfig, **given(latent=self.latent))
         check_instances("model.moe", SharedExpertConfig, **given(shared=self.shared))
         check_choices("model.moe", get_args(Activation), activation=self.activation)
-        check_choices("model.moe", get_args(Backend), backend=self.backend)
+        check_choices("model.moe", get_args(ExpertBackendName), backend=self.backend)
         check_floats("model.moe", POSITIVE, activation_alpha=self.activation_alpha)
         check_floats("model.moe", POSITIVE, **given(activation_limit=self.activation_limit))
         check_bools("model.moe", expert_bias=self.expert_bias)

@@ -18,14 +18,14 @@ class Dispatched:
         counts_L: rows of each local expert (int64).
         back: the way back, which only the same dispatcher reads; a pytree of tensors and constants.
         kept_TK: which of this rank's token copies are computed; None when all are.
-        packed_RZ: the rows as bytes, where they travelled so; `rows_RW` then has no values, only a gradient.
+        bytes_RZ: the rows as bytes, where they travelled so; `rows_RW` then has no values, only a gradient.
     """
 
     rows_RW: Num[Tensor, "R W"]
     counts_L: Int[Tensor, " L"]
     back: Any
     kept_TK: Bool[Tensor, "T K"] | None = None
-    packed_RZ: UInt8[Tensor, "R Z"] | None = None
+    bytes_RZ: UInt8[Tensor, "R Z"] | None = None
 
 
 @runtime_checkable

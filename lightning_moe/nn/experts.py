@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int, Num, UInt8
 from torch import Tensor, nn
 
-from lightning_moe.config import Backend, FP8Config, MoEConfig
-from lightning_moe.nn.backends import BackendChoice
+from lightning_moe.config import ExpertBackendName, FP8Config, MoEConfig
+from lightning_moe.nn.expert_backends import ExpertBackendChoice
 from lightning_moe.ops.activations import activation_function
 from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.ops.dtypes import matmul_dtype
@@ -60,24 +60,24 @@ class Experts(nn.Module):
         self.activation = activation_function(
             config.activation, alpha=config.activation_alpha, limit=config.activation_limit
         )
-        self.backend = BackendChoice(config.backend, config.fp8)
+        self.backend = ExpertBackendChoice(config.backend, config.fp8)
 
     @_not_traced_without_weights
-    def pack(self, x_TW: Float[Tensor, "T W"]) -> Num[Tensor, "T _"]:
+    def encode(self, x_TW: Float[Tensor, "T W"]) -> Num[Tensor, "T _"]:
         """Tokens in the form in which their copies travel to experts: as they are, or as bytes."""
         dtype = matmul_dtype(x_TW)
-        return self.backend.settle(self.sizes(dtype)).pack(x_TW, dtype)
+        return self.backend.settle(self.sizes(dtype)).encode(x_TW, dtype)
 
     @_not_traced_without_weights
     def forward(
         self,
         rows_RW: Float[Tensor, "R W"],
         counts_L: Int[Tensor, " L"],
-        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
+        bytes_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """Rows through their experts: the first counts_L[0] rows through the first expert, and so on.
 
-        With `packed_RZ`, made by `pack`, values are read from there; `rows_RW` gets the gradient all the same.
+        With `bytes_RZ`, made by `encode`, values are read from there; `rows_RW` gets the gradient all the same.
         """
         dtype = matmul_dtype(rows_RW)
         weights = ExpertWeights(
@@ -89,7 +89,7 @@ class Experts(nn.Module):
             training=self.training,
         )
         backend = self.backend.settle(self.sizes(dtype))
-        return backend(rows_RW.to(dtype), weights, counts_L, packed_RZ)
+        return backend(rows_RW.to(dtype), weights, counts_L, bytes_RZ)
 
     def sizes(self, dtype: torch.dtype | None = None) -> ExpertSizes:
         """What decides which backend can run them; `dtype` defaults to that of matmuls with the weights."""
@@ -103,9 +103,9 @@ class Experts(nn.Module):
             bias=self.config.expert_bias,
         )
 
-    def use_backend(self, name: Backend, fp8: FP8Config, *, by_plugin: bool) -> None:
+    def use_backend(self, name: ExpertBackendName, fp8: FP8Config, *, by_plugin: bool) -> None:
         """Compute with another backend, of a plugin or the config's again."""
-        self.backend = BackendChoice(name, fp8, by_plugin=by_plugin)
+        self.backend = ExpertBackendChoice(name, fp8, by_plugin=by_plugin)
 
     def keep_(self, expert_ids: range) -> None:
         """Keep only these experts (global ids); the others live on other ranks.

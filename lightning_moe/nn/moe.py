@@ -7,12 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lightning_moe.config import MoEConfig
+from lightning_moe.nn.byte_rows import arrived
 from lightning_moe.nn.dispatch import Dispatcher, LocalDispatcher
 from lightning_moe.nn.experts import Experts
 from lightning_moe.nn.init import draw_seed, init_weights_
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
-from lightning_moe.nn.packing import arrived
 from lightning_moe.nn.router import Router
 from lightning_moe.ops.records import Routing
 from lightning_moe.ops.routing import count_experts
@@ -83,14 +83,14 @@ class MoE(nn.Module):
         inner_TW = x_TD if self.latent is None else self.latent.compress(x_TD)
         dispatcher = self.dispatcher.for_mode(training=self.training)
         flight = dispatcher.dispatch(
-            self.experts.pack(inner_TW), ids_TK, weights_TK, self.config.num_experts
+            self.experts.encode(inner_TW), ids_TK, weights_TK, self.config.num_experts
         )
         # The shared expert needs no row from elsewhere: it works while they travel.
         shared_TD = None if self.shared is None else self.shared(x_TD)
         sent = arrived(dispatcher, flight, inner_TW)
         del flight  # it may hold rows in an order that nobody needs any more
         y_TD = dispatcher.combine(
-            self.experts(sent.rows_RW, sent.counts_L, sent.packed_RZ), weights_TK, sent.back
+            self.experts(sent.rows_RW, sent.counts_L, sent.bytes_RZ), weights_TK, sent.back
         )
         if self.latent is not None:
             y_TD = self.latent.expand(y_TD)

@@ -21,7 +21,7 @@ A tensor's name ends in its shape. The letters, for the whole package:
     G  groups of rows that share one matrix
     X  input width of a matmul
     Y  output width of a matmul
-    Z  bytes of one packed row
+    Z  bytes of one row that travels as bytes
 """
 
 from lightning_moe.ops.activations import activation_function, gpt_oss_swiglu, relu2, swiglu

@@ -68,7 +68,7 @@ class ExpertBackend(Protocol):
         """Why it can't run these experts, or None if it can."""
         ...
 
-    def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Num[Tensor, "T _"]:
+    def encode(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Num[Tensor, "T _"]:
         """Tokens as they travel to experts that compute in `dtype`: as they are, or in bytes, each row by itself.
 
         Bytes of zeros stand for a row of zeros.
@@ -80,11 +80,11 @@ class ExpertBackend(Protocol):
         rows_RW: Float[Tensor, "R W"],
         weights: ExpertWeights,
         counts_L: Int[Tensor, " L"],
-        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
+        bytes_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """Rows through their experts: the first counts_L[0] rows through the first expert, and so on.
 
-        With `packed_RZ`, made by `pack`, values are read from there; `rows_RW` gets the gradient all the same.
+        With `bytes_RZ`, made by `encode`, values are read from there; `rows_RW` gets the gradient all the same.
         """
         ...
 
@@ -112,8 +112,8 @@ class MatmulBackend:
         """See `ExpertBackend.refusal`."""
         return self._refusal(sizes)
 
-    def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Float[Tensor, "T W"]:
-        """See `ExpertBackend.pack`; nothing is packed."""
+    def encode(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Float[Tensor, "T W"]:
+        """See `ExpertBackend.encode`; rows travel as they are."""
         return x_TW
 
     def __call__(
@@ -121,10 +121,10 @@ class MatmulBackend:
         rows_RW: Float[Tensor, "R W"],
         weights: ExpertWeights,
         counts_L: Int[Tensor, " L"],
-        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
+        bytes_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`."""
-        assert packed_RZ is None  # as `pack` has it
+        assert bytes_RZ is None  # as `encode` has it
         dtype = rows_RW.dtype
         packed_RP = self._grouped_mm(
             rows_RW, weights.w_up_gate_LPW.to(dtype).transpose(1, 2), counts_L

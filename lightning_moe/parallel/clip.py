@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.ops.dtypes import at_least_float32
-from lightning_moe.ops.scale import scale_
+from lightning_moe.ops.multiply import multiply_
 from lightning_moe.parallel.collectives import AxisGroup
 
 
@@ -58,4 +58,4 @@ def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
 def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their norm becomes at most `max_norm`; torch's formula and epsilon."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale_(gradients, coefficient)
+    multiply_(gradients, coefficient)

@@ -1,15 +1,19 @@
 """Numbers of eight bits: quantizers, quantized weights, and the experts and linear layers that compute with them."""
 
-from lightning_moe.precision.backend import QuantizedBackend, mxfp8_backend, rowwise_backend
 from lightning_moe.precision.formats import (
     Quantized,
     dequantize,
-    pack_rows,
     quantize_mxfp8,
     quantize_rowwise,
-    unpack_rows,
+    rows_from_bytes,
+    rows_to_bytes,
 )
 from lightning_moe.precision.linear import LinearRecipe, MXFP8Linear
+from lightning_moe.precision.quantized_experts import (
+    QuantizedBackend,
+    mxfp8_backend,
+    rowwise_backend,
+)
 from lightning_moe.precision.released import (
     ReleasedParameter,
     leaves_device,
@@ -28,11 +32,11 @@ __all__ = [
     "dequantize",
     "leaves_device",
     "mxfp8_backend",
-    "pack_rows",
     "quantize_mxfp8",
     "quantize_rowwise",
     "release_",
     "restore_",
+    "rows_from_bytes",
+    "rows_to_bytes",
     "rowwise_backend",
-    "unpack_rows",
 ]

@@ -75,17 +75,17 @@ def quantize_rowwise(values: Tensor) -> Quantized:
     return Quantized(_codes(rows, scales), scales)
 
 
-def pack_rows(quantized: Quantized) -> Tensor:
+def rows_to_bytes(quantized: Quantized) -> Tensor:
     """All bits of each row as bytes: its codes, then its scales."""
     parts = quantized.codes, quantized.scales
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
 
-def unpack_rows(packed: Tensor, width: int, scale_dtype: torch.dtype) -> Quantized:
-    """What `pack_rows` was given: codes of `width` values per row, and scales of this type."""
+def rows_from_bytes(rows: Tensor, width: int, scale_dtype: torch.dtype) -> Quantized:
+    """What `rows_to_bytes` was given: codes of `width` values per row, and scales of this type."""
     codes, scales = (
         part.clone(memory_format=torch.contiguous_format)
-        for part in packed.tensor_split([width], dim=-1)
+        for part in rows.tensor_split([width], dim=-1)
     )
     return Quantized(codes.view(torch.float8_e4m3fn), scales.view(scale_dtype))
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_moe.ops.multiply import multiply_
 from lightning_moe.ops.records import Routing
-from lightning_moe.ops.scale import scale_
 from lightning_moe.step.look_ahead import refuse_unforeseen
 from lightning_moe.step.unclosed import UNCLOSED, watch_steps
 
@@ -245,7 +245,7 @@ class StepWindow:
             statistics = self._reduced(all_reduce_sum)
             # By what was called, not by the tokens seen: every rank must take the same branch.
             if self._num_losses:
-                scale_(gradients, self._factor(statistics, num_ranks, accumulate))
+                multiply_(gradients, self._factor(statistics, num_ranks, accumulate))
         refuse_unforeseen(self.foreseen, statistics.requested)
         self._resumes = False
         self._begin_step()

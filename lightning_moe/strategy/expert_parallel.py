@@ -29,7 +29,7 @@ from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
 from lightning_moe.step.window import close_window, divide_ahead
 from lightning_moe.strategy.agreement import StopRequest, layer_options, refuse_different
-from lightning_moe.strategy.backends import settle_backends
+from lightning_moe.strategy.expert_backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
 from lightning_moe.strategy.options import (

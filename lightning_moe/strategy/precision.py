@@ -8,11 +8,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_moe.config import FP8_BACKENDS, Backend, FP8Config, LinearFormat, ScaleMode
+from lightning_moe.config import FP8_BACKENDS, ExpertBackendName, FP8Config, LinearFormat, ScaleMode
 from lightning_moe.config.checks import check_bools, check_choices, given
 from lightning_moe.nn import Experts
 from lightning_moe.precision import LinearRecipe
-from lightning_moe.strategy.backends import experts_of
+from lightning_moe.strategy.expert_backends import experts_of
 from lightning_moe.strategy.linears import LinearSwap
 
 Base = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -71,7 +71,7 @@ class MoEPrecision(Precision):
                 "MoEPrecision fp8_only=True has no effect without experts; unset it or set experts"
             )
         # All are checked above.
-        self.experts = cast("Backend | None", experts)
+        self.experts = cast("ExpertBackendName | None", experts)
         self.precision: Base = cast("Base", base)
         mode = cast("ScaleMode", scale_mode)
         self.fp8 = FP8Config(

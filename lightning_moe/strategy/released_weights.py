@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.parallel.layout import ParamLayout
 from lightning_moe.precision import ReleasedParameter, WeightStore
-from lightning_moe.strategy.backends import experts_of
 from lightning_moe.strategy.checkpointing import FolderCheckpoints
+from lightning_moe.strategy.expert_backends import experts_of
 
 _ADVICE = "or set model.moe.fp8.fp8_only=false (fp8_only=False of MoEPrecision, if that asked)"
 

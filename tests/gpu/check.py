@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lightning_moe.config import (
     AttentionConfig,
-    Backend,
+    ExpertBackendName,
     LinearFormat,
     MoEConfig,
     RouterConfig,
@@ -46,7 +46,7 @@ from tests.gpu.measure import (
 )
 
 OLDEST: Final = (8, 0)
-NAMES: Final = tuple(name for name in get_args(Backend) if name != "auto")
+NAMES: Final = tuple(name for name in get_args(ExpertBackendName) if name != "auto")
 ACCURACY: Final = Size(tokens=512, width=256, hidden=128, experts=16, top_k=4)
 SPEED: Final = Size(tokens=16384, width=2048, hidden=1024, experts=64, top_k=8)
 
@@ -74,7 +74,7 @@ def build(size: Size, backend: str, dtype: torch.dtype, device: torch.device) ->
         num_experts=size.experts,
         hidden_size=size.hidden,
         router=RouterConfig(top_k=size.top_k, uniform_expert_assignment=True),
-        backend=cast(Backend, backend),  # one of NAMES
+        backend=cast(ExpertBackendName, backend),  # one of NAMES
     )
     return MoE(size.width, config, init_std=size.width**-0.5).to(device, dtype)
 

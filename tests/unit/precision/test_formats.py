@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_moe.precision import (
     Quantized,
     dequantize,
-    pack_rows,
     quantize_mxfp8,
     quantize_rowwise,
-    unpack_rows,
+    rows_from_bytes,
+    rows_to_bytes,
 )
 
 with warnings.catch_warnings():
@@ -232,7 +232,7 @@ SPECIAL = [0.0, -0.0, 1e-45, -3e-41, 2.0**-127, 448.0, 3.4e38, math.inf, -math.i
     row_of_zeros=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_packed_rows_come_out_as_the_same_bits(
+def test_rows_as_bytes_come_out_as_the_same_bits(
     rows: int,
     blocks: int,
     exponent: int,
@@ -252,28 +252,28 @@ def test_packed_rows_come_out_as_the_same_bits(
         (quantize_rowwise, torch.float32, 4),
     ):
         quantized = quantize(values)
-        packed = pack_rows(quantized)
-        assert (packed.dtype, packed.shape) == (torch.uint8, (rows, 32 * blocks + scale_bytes))
-        # Rows stand alone: packed in another order, they come out in that order.
+        in_bytes = rows_to_bytes(quantized)
+        assert (in_bytes.dtype, in_bytes.shape) == (torch.uint8, (rows, 32 * blocks + scale_bytes))
+        # Rows stand alone: sent in another order, they come out in that order.
         order = torch.randperm(rows, generator=generator)
-        unpacked = unpack_rows(packed[order], 32 * blocks, scale_dtype)
+        back = rows_from_bytes(in_bytes[order], 32 * blocks, scale_dtype)
         for got, part in (
-            (unpacked.codes, quantized.codes),
-            (unpacked.scales, quantized.scales),
+            (back.codes, quantized.codes),
+            (back.scales, quantized.scales),
         ):
             assert got.dtype == part.dtype
             assert got.is_contiguous()
             assert torch.equal(got.view(torch.uint8), part.view(torch.uint8)[order])
 
 
-def test_a_packed_row_is_its_codes_then_its_scales_by_hand() -> None:
+def test_a_row_as_bytes_is_its_codes_then_its_scales_by_hand() -> None:
     values = torch.zeros(2, 64)
     values[0, 0], values[0, 63], values[1, 1] = 448.0, -2.0, 1.75 * 2.0**-127
     # e4m3 448 is 0x7E, -256 is 0xF8 (-2 over the scale 2^-7), 1.75 is 0x3E.
-    mxfp8 = pack_rows(quantize_mxfp8(values))
+    mxfp8 = rows_to_bytes(quantize_mxfp8(values))
     assert mxfp8[0].tolist() == [0x7E, *[0] * 62, 0xF8, 127, 120]
     assert mxfp8[1].tolist() == [0, 0x3E, *[0] * 62, 0, 0]
-    rowwise = pack_rows(quantize_rowwise(values[:1]))
+    rowwise = rows_to_bytes(quantize_rowwise(values[:1]))
     # -2 is 0xC0; 1.0 in float32, least byte first, is 00 00 80 3F.
     assert rowwise[0].tolist() == [0x7E, *[0] * 62, 0xC0, 0, 0, 0x80, 0x3F]
 
@@ -282,6 +282,6 @@ def test_a_packed_row_is_its_codes_then_its_scales_by_hand() -> None:
     ("scale_dtype", "num_bytes"), [(torch.float8_e8m0fnu, 66), (torch.float32, 68)]
 )
 def test_bytes_of_zeros_are_a_row_of_zeros(scale_dtype: torch.dtype, num_bytes: int) -> None:
-    quantized = unpack_rows(torch.zeros(3, num_bytes, dtype=torch.uint8), 64, scale_dtype)
+    quantized = rows_from_bytes(torch.zeros(3, num_bytes, dtype=torch.uint8), 64, scale_dtype)
     assert isinstance(quantized, Quantized)
     assert torch.equal(dequantize(quantized), torch.zeros(3, 64))

@@ -40,7 +40,7 @@ def arrived(
 @outside_of_graphs  # a graph can't hold the dispatcher that backward calls
 def _linked(dispatcher: Dispatcher, sent: Dispatched, x_TW: Tensor) -> Dispatched:
     rows_RW = _Link.apply(x_TW, len(sent.rows_RW), dispatcher, sent.back)
-    return replace(sent, rows_RW=rows_RW, packed_RZ=sent.rows_RW)
+    return replace(sent, rows_RW=rows_RW, bytes_RZ=sent.rows_RW)
 
 
 class _Link(torch.autograd.Function):

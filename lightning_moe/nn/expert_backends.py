@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from lightning_moe.config import Backend, FP8Config
+from lightning_moe.config import ExpertBackendName, FP8Config
 from lightning_moe.ops.expert_backend import ExpertBackend, ExpertSizes, MatmulBackend
 from lightning_moe.ops.grouped_gemm import grouped_gemm_mm, grouped_gemm_refusal
 from lightning_moe.ops.grouped_mm import (
@@ -31,8 +31,8 @@ def _grouped_gemm_refusal(sizes: ExpertSizes) -> str | None:
     return grouped_gemm_refusal(sizes.dtype, sizes.device)
 
 
-# A further backend is one file and one line here, and its name in `config.Backend`.
-BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
+# A further backend is one file and one line here, and its name in `config.ExpertBackendName`.
+EXPERT_BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
     "torch": lambda _: MatmulBackend(torch_grouped_mm, _torch_refusal),
     "loop": lambda _: MatmulBackend(loop_grouped_mm, _no_refusal),
     "grouped_gemm": lambda _: MatmulBackend(grouped_gemm_mm, _grouped_gemm_refusal),
@@ -44,7 +44,7 @@ BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
 AUTO: Final = ("torch", "loop")
 
 
-class BackendChoice:
+class ExpertBackendChoice:
     """One backend by name, or with `auto` the first that can run the experts.
 
     Attributes:
@@ -56,12 +56,12 @@ class BackendChoice:
         by_plugin: whether the plugin `MoEPrecision` asked for it, not the option `model.moe.backend`.
     """
 
-    def __init__(self, name: Backend, fp8: FP8Config, *, by_plugin: bool = False) -> None:
+    def __init__(self, name: ExpertBackendName, fp8: FP8Config, *, by_plugin: bool = False) -> None:
         self.name = name
         self.by_plugin = by_plugin
         self.fp8_only = fp8.fp8_only
         self._candidates = {
-            candidate: BACKENDS[candidate](fp8)
+            candidate: EXPERT_BACKENDS[candidate](fp8)
             for candidate in (AUTO if name == "auto" else (name,))
         }
 

@@ -13,7 +13,7 @@ from lightning_moe.config import (
     SharedExpertConfig,
 )
 from lightning_moe.nn import Dispatched, LocalDispatcher, MoE
-from lightning_moe.nn.packing import arrived
+from lightning_moe.nn.byte_rows import arrived
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.precision import Quantized, quantize_rowwise
 from tests.kit.memory import LiveBytes
@@ -35,9 +35,9 @@ def _layer(backend: str, **options: object) -> MoE:
     return randomized(MoE(WIDTH, config), torch.Generator().manual_seed(1), std=0.2)
 
 
-def _packs_nothing(layer: MoE) -> MoE:
+def _sends_rows(layer: MoE) -> MoE:
     """The same layer, whose rows are quantized by the experts, one by one."""
-    layer.experts.pack = lambda x_TW: x_TW
+    layer.experts.encode = lambda x_TW: x_TW
     return layer
 
 
@@ -64,7 +64,7 @@ def test_quantizing_tokens_first_changes_no_bit_of_outputs_and_gradients(
     options = {"shared": SharedExpertConfig(hidden_size=5)}
     x = torch.randn(num_tokens, WIDTH, generator=generator).to(dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        expected = _step(_packs_nothing(_layer(backend, **options).to(dtype)), x)
+        expected = _step(_sends_rows(_layer(backend, **options).to(dtype)), x)
         for recompute in (False, True):
             found = _step(_layer(backend, **options).to(dtype), x, recompute=recompute)
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
@@ -77,7 +77,7 @@ def test_a_bad_token_is_as_bad_as_before(
 ) -> None:
     x = torch.randn(9, WIDTH, generator=generator)
     x[3, 40] = bad
-    expected = _step(_packs_nothing(_layer(backend)), x)
+    expected = _step(_sends_rows(_layer(backend)), x)
     found = _step(_layer(backend), x)
     assert not found[0][3].isfinite().all()
     assert found[0][[0, 1, 2, 4, 5, 6, 7, 8]].isfinite().all()
@@ -109,10 +109,10 @@ def _dispatched(x: Tensor, sent: Tensor, ids: list[list[int]]) -> Dispatched:
 
 def test_the_gradient_of_a_token_is_the_sum_of_its_rows_gradients_by_hand() -> None:
     x = torch.zeros(3, 2, requires_grad=True)
-    packed = torch.tensor([[10], [11], [12]], dtype=torch.uint8)
-    sent = _dispatched(x, packed, [[2, 0], [0, 1], [0, 2]])
+    rows = torch.tensor([[10], [11], [12]], dtype=torch.uint8)
+    sent = _dispatched(x, rows, [[2, 0], [0, 1], [0, 2]])
     # By expert: tokens 0, 1, 2; token 1; tokens 0, 2.
-    assert sent.packed_RZ.flatten().tolist() == [10, 11, 12, 11, 10, 12]
+    assert sent.bytes_RZ.flatten().tolist() == [10, 11, 12, 11, 10, 12]
     gradient = torch.tensor([[1.0, 0.1], [2.0, 0.2], [4.0, 0.4], [8.0, 0.8], [16.0, 1], [32.0, 2]])
     sent.rows_RW.backward(gradient)
     torch.testing.assert_close(x.grad, torch.tensor([[17, 1.1], [10, 1.0], [36, 2.4]]))
@@ -124,7 +124,7 @@ def test_rows_beside_bytes_have_no_memory_and_are_nan() -> None:
     assert sent.rows_RW.isnan().all()
     assert sent.rows_RW.untyped_storage().nbytes() == 4
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        sent = _dispatched(torch.zeros(3, 7), sent.packed_RZ, [[0], [1], [1]])
+        sent = _dispatched(torch.zeros(3, 7), sent.bytes_RZ, [[0], [1], [1]])
     # The type that experts compute in: a cast would give them memory.
     assert sent.rows_RW.dtype == torch.bfloat16
     assert sent.rows_RW.untyped_storage().nbytes() == 2
@@ -133,7 +133,7 @@ def test_rows_beside_bytes_have_no_memory_and_are_nan() -> None:
 def test_rows_that_travel_as_they_are_arrive_alone() -> None:
     x = torch.randn(3, 7, requires_grad=True)
     sent = _dispatched(x, x, [[0], [2], [1]])
-    assert sent.packed_RZ is None
+    assert sent.bytes_RZ is None
     assert torch.equal(sent.rows_RW, x[[0, 2, 1]])
 
 

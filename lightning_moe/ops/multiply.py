@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def scale_(tensors: Iterable[Tensor], factor: Float[Tensor, ""]) -> None:
+def multiply_(tensors: Iterable[Tensor], factor: Float[Tensor, ""]) -> None:
     """Multiply all tensors in place, each in its own type; reads nothing back to the host."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:

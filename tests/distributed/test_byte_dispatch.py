@@ -26,8 +26,8 @@ WIDTH = 32
 # Of the layer, and whether autocast computes in bfloat16.
 TYPES = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 # What a row of that width is: codes, then a scale of one byte per 32 or of four per row.
-PACKED_BYTES = {"mxfp8": WIDTH + 1, "fp8_rowwise": WIDTH + 4}
-BACKENDS = pytest.mark.parametrize("backend", list(PACKED_BYTES))
+ROW_BYTES = {"mxfp8": WIDTH + 1, "fp8_rowwise": WIDTH + 4}
+BACKENDS = pytest.mark.parametrize("backend", list(ROW_BYTES))
 DISPATCHERS = pytest.mark.parametrize("dispatcher", list(FORWARD))
 
 PLAIN = Case(width=WIDTH, hidden=32)
@@ -62,7 +62,7 @@ def _in(backend: str, case: Case) -> Case:
 
 
 def _as_they_are(x_TW: Tensor) -> Tensor:
-    """In place of `Experts.pack`: rows travel, and the experts quantize what they receive."""
+    """In place of `Experts.encode`: rows travel, and the experts quantize what they receive."""
     return x_TW
 
 
@@ -100,10 +100,10 @@ def _changes_nothing(rank: int, world: int, dispatcher: str, backend: str) -> No
             if name == "not finite":
                 x[0, 3], x[1, 5] = torch.nan, torch.inf
             found = []
-            for packs in (True, False):
+            for in_bytes in (True, False):
                 layer = spread(case.layer(dtype), mesh, dispatcher, **options)
-                if not packs:
-                    layer.experts.pack = _as_they_are
+                if not in_bytes:
+                    layer.experts.encode = _as_they_are
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                     found.append(_step(layer, x, mix, recompute=case.recompute))
             for key, expected in found[1].items():
@@ -174,14 +174,14 @@ def test_only_dispatch_is_smaller_and_by_as_much_as_codes_are(
     dtype: torch.dtype, backend: str
 ) -> None:
     slots, row = 8 * 8, WIDTH * dtype.itemsize
-    packed = PACKED_BYTES[backend]
+    row_bytes = ROW_BYTES[backend]
     for forward, backward in run_ranks(_sent, 2, "static", backend, dtype, False):
-        assert forward == [("all_to_all", slots * packed), ("all_to_all", slots * row)]
+        assert forward == [("all_to_all", slots * row_bytes), ("all_to_all", slots * row)]
         assert backward == [("all_to_all", slots * row)] * 2
     ranks = run_ranks(_sent, 2, "all_to_all", backend, dtype, False)
     # Two copies of each of five and of three tokens.
     for (forward, backward), copies in zip(ranks, (10, 6), strict=True):
-        assert forward[1] == ("all_to_all", copies * packed)
+        assert forward[1] == ("all_to_all", copies * row_bytes)
         # On this way back the gradients of what was combined go out.
         assert backward[0] == ("all_to_all", copies * row)
         assert forward[2] == backward[1]

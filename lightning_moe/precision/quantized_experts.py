@@ -19,10 +19,10 @@ from lightning_moe.precision.formats import (
     BLOCK,
     Quantized,
     dequantize,
-    pack_rows,
     quantize_mxfp8,
     quantize_rowwise,
-    unpack_rows,
+    rows_from_bytes,
+    rows_to_bytes,
 )
 from lightning_moe.precision.released import ReleasedParameter
 from lightning_moe.precision.scaled_mm import ScaledMatmul, emulated_mm, mxfp8_mm, rowwise_mm
@@ -139,9 +139,9 @@ class QuantizedBackend:
         return device_refusal(self.recipe.name, self.recipe.capability, device, remedy=remedy)
 
     @outside_of_graphs
-    def pack(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> UInt8[Tensor, "T Z"]:
-        """See `ExpertBackend.pack`: codes and scales, those that the rows would get at their experts."""
-        return pack_rows(self.recipe.quantize(x_TW.to(dtype)))
+    def encode(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> UInt8[Tensor, "T Z"]:
+        """See `ExpertBackend.encode`: codes and scales, those that the rows would get at their experts."""
+        return rows_to_bytes(self.recipe.quantize(x_TW.to(dtype)))
 
     @outside_of_graphs
     def __call__(
@@ -149,15 +149,15 @@ class QuantizedBackend:
         rows_RW: Float[Tensor, "R W"],
         weights: ExpertWeights,
         counts_L: Int[Tensor, " L"],
-        packed_RZ: UInt8[Tensor, "R Z"] | None = None,
+        bytes_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`; the compiler goes around it."""
         if self.fp8_only and weights.training and torch.is_grad_enabled():
             _refuse_kept(weights)
-        if packed_RZ is None:
+        if bytes_RZ is None:
             rows = self.recipe.quantize(rows_RW)
         else:
-            rows = unpack_rows(packed_RZ, rows_RW.shape[1], self.recipe.scale_dtype)
+            rows = rows_from_bytes(bytes_RZ, rows_RW.shape[1], self.recipe.scale_dtype)
         stores = (
             *self.up_gate.layouts(weights.w_up_gate_LPW, training=weights.training),
             *self.down.layouts(weights.w_down_LFW, training=weights.training),
