@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from lightning_moe.config.checks import check_bools, check_choices
+from lightning_moe.config.names import OptionNames
 
 ExpertBackendName = Literal["auto", "loop", "torch", "grouped_gemm", "fp8_rowwise", "mxfp8"]
 LinearFormat = Literal["fp8_tensorwise", "fp8_rowwise", "mxfp8"]
@@ -11,6 +12,9 @@ ScaleMode = Literal["rceil", "floor"]
 
 FP8_BACKENDS: Final[tuple[ExpertBackendName, ...]] = ("fp8_rowwise", "mxfp8")
 """The expert backends that read `model.moe.fp8`."""
+
+EXPERT_BACKEND_NAMES: Final = OptionNames("model.moe.backend", get_args(ExpertBackendName))
+"""What `lightning_moe.nn.register_expert_backend` adds to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """What one transformer layer is made of: its attention and its feed-forward part."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from lightning_moe.config.checks import (
     AT_LEAST_ONE,
@@ -14,11 +14,15 @@ from lightning_moe.config.checks import (
     given,
 )
 from lightning_moe.config.moe import MoEConfig
+from lightning_moe.config.names import OptionNames
 
 QkNorm = Literal["head", "full"]
 AttentionBackend = Literal["sdpa"]
 Recompute = Literal["none", "block", "moe", "attention"]
 Compile = Literal["none", "inductor", "aot_eager"]
+
+ATTENTION_BACKEND_NAMES: Final = OptionNames("model.attention.backend", get_args(AttentionBackend))
+"""What `lightning_moe.nn.register_attention_backend` adds to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,7 @@ class AttentionConfig:
         rope_theta: base of the rotary positions, greater than 0; None has no positions.
         sliding_window: tokens a token sees, itself included; None sees all earlier ones.
         bias: add biases to the four projections.
-        backend: what computes attention.
+        backend: what computes attention; `lightning_moe.nn.register_attention_backend` adds names.
     """
 
     num_heads: int = 4
@@ -44,7 +48,7 @@ class AttentionConfig:
     rope_theta: float | None = 500_000.0
     sliding_window: int | None = None
     bias: bool = False
-    backend: AttentionBackend = "sdpa"
+    backend: AttentionBackend | str = "sdpa"
 
     def __post_init__(self) -> None:
         """Check every option, then that heads divide into groups."""
@@ -62,7 +66,7 @@ class AttentionConfig:
         check_choices(section, get_args(QkNorm), **given(qk_norm=self.qk_norm))
         check_floats(section, POSITIVE, **given(rope_theta=self.rope_theta))
         check_bools(section, bias=self.bias)
-        check_choices(section, get_args(AttentionBackend), backend=self.backend)
+        ATTENTION_BACKEND_NAMES.check(self.backend)
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"{section}.num_heads={self.num_heads} is not a multiple of "

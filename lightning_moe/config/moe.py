@@ -13,7 +13,7 @@ from lightning_moe.config.checks import (
     check_ints,
     given,
 )
-from lightning_moe.config.fp8 import ExpertBackendName, FP8Config
+from lightning_moe.config.fp8 import EXPERT_BACKEND_NAMES, ExpertBackendName, FP8Config
 from lightning_moe.config.router import RouterConfig
 
 Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
@@ -90,7 +90,8 @@ class MoEConfig:
         activation_alpha: slope of the gate's sigmoid; only for `gpt_oss_swiglu`.
         activation_limit: clamp of gate (above) and up (both sides); only for `gpt_oss_swiglu`.
         expert_bias: add biases to both matrices of every routed expert.
-        backend: how the experts' matrices are multiplied; `auto` picks by device and type.
+        backend: how the experts' matrices are multiplied; `auto` picks by device and type;
+            `lightning_moe.nn.register_expert_backend` adds names.
         fp8: options of the backends `fp8_rowwise` and `mxfp8`.
     """
 
@@ -103,7 +104,7 @@ class MoEConfig:
     activation_alpha: float = DEFAULT_ACTIVATION_ALPHA
     activation_limit: float | None = None
     expert_bias: bool = False
-    backend: ExpertBackendName = "auto"
+    backend: ExpertBackendName | str = "auto"
     fp8: FP8Config = field(default_factory=FP8Config)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class MoEConfig:
         check_instances("model.moe", LatentMoEConfig, **given(latent=self.latent))
         check_instances("model.moe", SharedExpertConfig, **given(shared=self.shared))
         check_choices("model.moe", get_args(Activation), activation=self.activation)
-        check_choices("model.moe", get_args(ExpertBackendName), backend=self.backend)
+        EXPERT_BACKEND_NAMES.check(self.backend)
         check_floats("model.moe", POSITIVE, activation_alpha=self.activation_alpha)
         check_floats("model.moe", POSITIVE, **given(activation_limit=self.activation_limit))
         check_bools("model.moe", expert_bias=self.expert_bias)

@@ -1,8 +1,9 @@
 """Modules of an MoE transformer: parameters, and calls into `ops`."""
 
-from lightning_moe.nn.attention import Attention
+from lightning_moe.nn.attention import Attention, register_attention_backend
 from lightning_moe.nn.block import Block
 from lightning_moe.nn.dispatch import Dispatched, Dispatcher, LocalDispatcher
+from lightning_moe.nn.expert_backends import register_expert_backend
 from lightning_moe.nn.experts import Experts
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
@@ -33,5 +34,7 @@ __all__ = [
     "named_moe_layers",
     "offloaded",
     "recomputed",
+    "register_attention_backend",
+    "register_expert_backend",
     "z_loss",
 ]

@@ -7,12 +7,26 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_moe.config import AttentionConfig
+from lightning_moe.config.layers import ATTENTION_BACKEND_NAMES
 from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.ops.attention import AttentionFunction, AttentionMask, sdpa_attention
 from lightning_moe.ops.rope import apply_rope
 
-# A further attention backend is one function with the signature of `sdpa_attention` and one line here.
+# A further backend of the package is one function with the signature of `sdpa_attention`, one line here, and its name
+# in `config.AttentionBackend`.
 ATTENTION_BACKENDS: Final[dict[str, AttentionFunction]] = {"sdpa": sdpa_attention}
+
+
+def register_attention_backend(name: str, attend: AttentionFunction) -> None:
+    """Let `model.attention.backend=name` mean `attend`, a function with the signature of `sdpa_attention`.
+
+    Every process registers it before it builds a config with that name.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    ATTENTION_BACKEND_NAMES.add(name)
+    ATTENTION_BACKENDS[name] = attend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
-from lightning_moe.config import ExpertBackendName, FP8Config
+from lightning_moe.config import FP8Config
+from lightning_moe.config.fp8 import EXPERT_BACKEND_NAMES
 from lightning_moe.ops.expert_backend import ExpertBackend, ExpertSizes, MatmulBackend
 from lightning_moe.ops.grouped_gemm import grouped_gemm_mm, grouped_gemm_refusal
 from lightning_moe.ops.grouped_mm import (
@@ -31,7 +32,7 @@ def _grouped_gemm_refusal(sizes: ExpertSizes) -> str | None:
     return grouped_gemm_refusal(sizes.dtype, sizes.device)
 
 
-# A further backend is one file and one line here, and its name in `config.ExpertBackendName`.
+# A further backend of the package is one file and one line here, and its name in `config.ExpertBackendName`.
 EXPERT_BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
     "torch": lambda _: MatmulBackend(torch_grouped_mm, _torch_refusal),
     "loop": lambda _: MatmulBackend(loop_grouped_mm, _no_refusal),
@@ -39,6 +40,19 @@ EXPERT_BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
     "fp8_rowwise": rowwise_backend,
     "mxfp8": mxfp8_backend,
 }
+
+
+def register_expert_backend(name: str, build: Callable[[FP8Config], ExpertBackend]) -> None:
+    """Let `model.moe.backend=name` mean what `build` makes of `model.moe.fp8`, once per MoE layer.
+
+    Every process registers it before it builds a config with that name; `auto` never takes it.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    EXPERT_BACKEND_NAMES.add(name)
+    EXPERT_BACKENDS[name] = build
+
 
 # What `auto` tries, in this order; the last one runs everything.
 AUTO: Final = ("torch", "loop")
@@ -56,7 +70,7 @@ class ExpertBackendChoice:
         by_plugin: whether the plugin `MoEPrecision` asked for it, not the option `model.moe.backend`.
     """
 
-    def __init__(self, name: ExpertBackendName, fp8: FP8Config, *, by_plugin: bool = False) -> None:
+    def __init__(self, name: str, fp8: FP8Config, *, by_plugin: bool = False) -> None:
         self.name = name
         self.by_plugin = by_plugin
         self.fp8_only = fp8.fp8_only

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Num, UInt8
 from torch import Tensor, nn
 
-from lightning_moe.config import ExpertBackendName, FP8Config, MoEConfig
+from lightning_moe.config import FP8Config, MoEConfig
 from lightning_moe.nn.expert_backends import ExpertBackendChoice
 from lightning_moe.ops.activations import activation_function
 from lightning_moe.ops.compiled import outside_of_graphs
@@ -103,7 +103,7 @@ class Experts(nn.Module):
             bias=self.config.expert_bias,
         )
 
-    def use_backend(self, name: ExpertBackendName, fp8: FP8Config, *, by_plugin: bool) -> None:
+    def use_backend(self, name: str, fp8: FP8Config, *, by_plugin: bool) -> None:
         """Compute with another backend, of a plugin or the config's again."""
         self.backend = ExpertBackendChoice(name, fp8, by_plugin=by_plugin)
 

@@ -28,6 +28,12 @@ from lightning_moe.ops.activations import activation_function, gpt_oss_swiglu, r
 from lightning_moe.ops.attention import AttentionMask, sdpa_attention
 from lightning_moe.ops.bias import updated_score_bias
 from lightning_moe.ops.cross_entropy import ChunkedLoss, chunked_cross_entropy
+from lightning_moe.ops.expert_backend import (
+    ExpertBackend,
+    ExpertSizes,
+    ExpertWeights,
+    MatmulBackend,
+)
 from lightning_moe.ops.grouped_mm import loop_grouped_mm, torch_grouped_mm
 from lightning_moe.ops.load import (
     balance_inner_product,
@@ -51,6 +57,10 @@ from lightning_moe.ops.top_experts import top_experts
 __all__ = [
     "AttentionMask",
     "ChunkedLoss",
+    "ExpertBackend",
+    "ExpertSizes",
+    "ExpertWeights",
+    "MatmulBackend",
     "Plan",
     "Routing",
     "TokenRoutes",

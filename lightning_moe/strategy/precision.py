@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_moe.config import FP8_BACKENDS, ExpertBackendName, FP8Config, LinearFormat, ScaleMode
+from lightning_moe.config import FP8_BACKENDS, FP8Config, LinearFormat, ScaleMode
 from lightning_moe.config.checks import check_bools, check_choices, given
 from lightning_moe.nn import Experts
 from lightning_moe.precision import LinearRecipe
@@ -71,7 +71,7 @@ class MoEPrecision(Precision):
                 "MoEPrecision fp8_only=True has no effect without experts; unset it or set experts"
             )
         # All are checked above.
-        self.experts = cast("ExpertBackendName | None", experts)
+        self.experts = experts
         self.precision: Base = cast("Base", base)
         mode = cast("ScaleMode", scale_mode)
         self.fp8 = FP8Config(
