@@ -1,4 +1,4 @@
-"""Is the load really even? Counts per layer, expert and rank: logged, drawn, kept as a history, and watched."""
+"""Counts tokens per layer, expert and rank: logs, draws and records them, and warns of token gerrymandering."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,28 +8,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_moe.callbacks.gerrymandering import (
-    GerrymanderingAlarm,
-    LayerHealth,
-    can_be_fooled,
-    warning,
-)
-from lightning_moe.callbacks.load_entries import (
-    WORST,
-    describes,
-    layer_health,
-    layer_values,
-    make_entry,
-)
 from lightning_moe.callbacks.load_pictures import save_pictures, show_pictures
-from lightning_moe.callbacks.routing_history import (
-    HISTORY_FILE,
-    Entry,
-    append_entry,
-    entries_before,
-    write_history,
-)
-from lightning_moe.callbacks.routing_sums import RoutingSums
+from lightning_moe.callbacks.load_values import WORST, layer_values
 from lightning_moe.callbacks.step_statistics import (
     TraceSwitch,
     moe_layers,
@@ -37,6 +17,15 @@ from lightning_moe.callbacks.step_statistics import (
     step_statistics,
 )
 from lightning_moe.config.checks import AT_LEAST_ONE, check_bools, check_ints, given
+from lightning_moe.metrics.gerrymandering import (
+    GerrymanderingAlarm,
+    LayerHealth,
+    can_be_fooled,
+    layer_health,
+    warning,
+)
+from lightning_moe.metrics.routing_history import HISTORY_FILE, RoutingHistory, append_entry
+from lightning_moe.metrics.routing_sums import RoutingSums, history_entry
 from lightning_moe.nn import MoE
 from lightning_moe.ops.load import load_max_over_mean, of_layers
 from lightning_moe.step import StepStatistics, window_of
@@ -97,7 +86,7 @@ class ExpertLoadMonitor(L.Callback):
         self.alarm = alarm
         self.write_files = write_files
         self._layers: list[MoE] = []
-        self._entries: list[Entry] = []
+        self._entries: list[RoutingHistory] = []
         self._sums: RoutingSums | None = None
         self._trace = TraceSwitch()
 
@@ -175,18 +164,18 @@ class ExpertLoadMonitor(L.Callback):
         """Margins are not asked for any longer."""
         self._trace.off()
 
-    def _end_entry(self, trainer: L.Trainer, step: int) -> Entry:
+    def _end_entry(self, trainer: L.Trainer, step: int) -> RoutingHistory:
         """The steps since the last entry; every rank calls it."""
         assert self._sums is not None
         packed = trainer.strategy.reduce(self._sums.pack(), reduce_op="sum")
-        requested = [counts_E.cpu() for counts_E in self._requested]
-        entry = make_entry(step, self._num_steps, requested, self._sums.unpack(packed))
+        layers = self._sums.unpack(packed, self._requested)
+        entry = history_entry(step, self._num_steps, layers)
         self._requested, self._num_steps = (), 0
         if self._writes(trainer):
             append_entry(self._entries, entry)
         return entry
 
-    def _log(self, trainer: L.Trainer, entry: Entry, of_step: dict[str, Tensor]) -> None:
+    def _log(self, trainer: L.Trainer, entry: RoutingHistory, of_step: dict[str, Tensor]) -> None:
         assert self._sums is not None
         values = layer_values(entry, [layer.config.router.top_k for layer in self._layers])
         if not self._sums.drops:
@@ -200,7 +189,7 @@ class ExpertLoadMonitor(L.Callback):
                 by_key[name] = WORST.get(name, torch.max)(by_layer[known])
             by_key |= {f"{name}/layer_{i}": by_layer[i] for i in known.nonzero().flatten().tolist()}
         if self.alarm:
-            health = layer_health(entry)
+            health = [layer_health(layer)[0] for layer in entry.layers]
             if self._watch.begins(self._judged(health)):
                 rank_zero_warn(warning(trainer.global_step, self._watch.suspicious, health))
             by_key["gerrymandered_layers"] = float(len(self._watch.suspicious))
@@ -222,17 +211,18 @@ class ExpertLoadMonitor(L.Callback):
         """Go on with the history in the folder; every rank calls it."""
         if self._writes(trainer):
             self._entries = self._earlier(trainer)
-        seen = [layer_health(entry) for entry in self._entries]
-        for health in trainer.strategy.broadcast(seen):
+        seen = [layer_health(layer) for layer in RoutingHistory.joined(self._entries).layers]
+        for health in zip(*trainer.strategy.broadcast(seen), strict=True):
             self._watch.begins(self._judged(health))
 
-    def _earlier(self, trainer: L.Trainer) -> list[Entry]:
+    def _earlier(self, trainer: L.Trainer) -> list[RoutingHistory]:
         path = _folder(trainer) / HISTORY_FILE
-        num_experts = [layer.config.num_experts for layer in self._layers]
+        if not path.exists():
+            return []
         try:
-            entries = entries_before(path, trainer.global_step)
-            if all(describes(entry, num_experts) for entry in entries[:1]):
-                return entries
+            history = RoutingHistory.read(path)
+            if self._describes(history):
+                return history.before(trainer.global_step).entries()
             problem = f"{path} is of a model with other MoE layers"
         except (OSError, ValueError) as error:
             problem = str(error)
@@ -240,6 +230,10 @@ class ExpertLoadMonitor(L.Callback):
             f"ExpertLoadMonitor starts a new history at step {trainer.global_step}: {problem}"
         )
         return []
+
+    def _describes(self, history: RoutingHistory) -> bool:
+        own = [layer.config.num_experts for layer in self._layers]
+        return [layer.num_experts for layer in history.layers] == own
 
     # ---- files -----------------------------------------------------------------------------------------------
 
@@ -281,15 +275,17 @@ class ExpertLoadMonitor(L.Callback):
         in_earnest = not getattr(trainer, "fast_dev_run", False)
         return self.write_files and trainer.is_global_zero and in_earnest
 
-    def _write(self, trainer: L.Trainer) -> None:
-        if self._entries:
-            write_history(_folder(trainer) / HISTORY_FILE, self._entries)
+    def _write(self, trainer: L.Trainer) -> RoutingHistory:
+        history = RoutingHistory.joined(self._entries)
+        if len(history):
+            history.write(_folder(trainer) / HISTORY_FILE)
+        return history
 
     def _finish(self, trainer: L.Trainer) -> None:
         if self._entries:
             with not_fatal(f"ExpertLoadMonitor: writing to {_folder(trainer)}"):
-                self._write(trainer)
-                pictures = save_pictures(self._entries, self.recent_steps, _folder(trainer))
+                history = self._write(trainer)
+                pictures = save_pictures(history, self.recent_steps, _folder(trainer))
                 show_pictures(pictures, trainer.loggers, trainer.global_step)
 
 

@@ -9,35 +9,28 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_moe.callbacks.load_entries import columns
-from lightning_moe.callbacks.routing_history import Entry
+from lightning_moe.metrics.routing_history import RoutingHistory
 from lightning_moe.ops.load import load_max_over_mean, relative_load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def save_pictures(
-    entries: Sequence[Entry], recent_steps: int, folder: Path
-) -> dict[Path, "Figure"]:
-    """Draw entries of a routing history into `expert_load.png` and `expert_load_history.png`.
+def save_pictures(history: RoutingHistory, recent_steps: int, folder: Path) -> dict[Path, "Figure"]:
+    """Draw a routing history into `expert_load.png` and `expert_load_history.png`.
 
     Args:
-        entries: at least one.
+        history: at least one entry.
         recent_steps: the first picture adds up the last entries until they cover so many steps.
         folder: of the files.
     """
-    num_steps = np.cumsum([int(entry["num_steps"]) for entry in reversed(entries)])
-    num_recent = min(int(np.searchsorted(num_steps, recent_steps)) + 1, len(entries))
-    by_layer = [
-        torch.stack(rows) for rows in zip(*(columns(e, "requested") for e in entries), strict=True)
-    ]
+    num_steps = np.cumsum(history.num_steps_S[::-1])
+    num_recent = min(int(np.searchsorted(num_steps, recent_steps)) + 1, len(history))
+    by_layer = [torch.from_numpy(layer.requested_SE) for layer in history.layers]
     recent = [load_SE[-num_recent:].sum(dim=0) for load_SE in by_layer]
     pictures = {
         folder / "expert_load.png": heat_map(recent, int(num_steps[num_recent - 1])),
-        folder / "expert_load_history.png": load_over_training(
-            by_layer, [int(entry["steps"]) for entry in entries]
-        ),
+        folder / "expert_load_history.png": load_over_training(by_layer, history.steps_S.tolist()),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for path, figure in pictures.items():

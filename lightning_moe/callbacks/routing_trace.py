@@ -6,19 +6,19 @@ from pathlib import Path
 import lightning as L
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_moe.callbacks.route_files import (
+from lightning_moe.callbacks.step_statistics import (
+    TraceSwitch,
+    missing_records,
+    moe_layers,
+    not_fatal,
+)
+from lightning_moe.metrics.token_routes import (
     RouteKey,
     Routes,
     later_ranks,
     rank_path,
     read_routes,
     write_routes,
-)
-from lightning_moe.callbacks.step_statistics import (
-    TraceSwitch,
-    missing_records,
-    moe_layers,
-    not_fatal,
 )
 from lightning_moe.nn import MoE, Routing, TokenRoutes
 from lightning_moe.step import window_of

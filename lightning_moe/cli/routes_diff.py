@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_moe.cli.errors import show_error
 
 if TYPE_CHECKING:
-    from lightning_moe.report.routes_diff import FirstDifference, RoutesDiff
+    from lightning_moe.metrics.route_comparison import FirstDifference, RoutesDiff
 
 DIFFERENT = 1
 TROUBLE = 2
@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     try:
         # They bring torch along, which `--help` should not wait for.
-        from lightning_moe.report.routes_diff import compare, read_trace
+        from lightning_moe.metrics.route_comparison import compare, read_trace
 
         traces = read_trace(options.first), read_trace(options.second)
         difference = compare(*traces, tie=options.tie)

@@ -49,8 +49,7 @@ class ExpertLoad(LayerSums):
         options: torchmetrics' own, such as `process_group`.
     """
 
-    requested: Tensor
-    kept: Tensor
+    sums = ("requested", "kept", "num_tokens", "lost_tokens")
     num_tokens: Tensor
     lost_tokens: Tensor
 
@@ -69,25 +68,10 @@ class ExpertLoad(LayerSums):
             load.rank_loads(
                 torch.zeros(size, dtype=torch.int64), num_ranks
             )  # raises what doesn't fit
-        for name in ("requested", "kept"):
-            self._add_sum(name, sum(self.num_experts), torch.int64)
-        for name in ("num_tokens", "lost_tokens"):
-            self._add_sum(name, len(self.num_experts), torch.int64)
-
-    def update(self, records: Routing | Sequence[Routing]) -> None:
-        """Add the record of the layer, or one record per layer."""
-        found = self._checked(records)
-        self.requested += torch.cat([record.requested_E for record in found])
-        self.kept += torch.cat([record.kept_E for record in found])
-        self.num_tokens += torch.stack([record.num_tokens for record in found])
-        none = torch.zeros_like(self.lost_tokens[0])
-        self.lost_tokens += torch.stack(
-            [none if record.lost_tokens is None else record.lost_tokens for record in found]
-        )
 
     def compute(self) -> dict[str, Float[Tensor, " _"]]:
         """Every statistic, one value per layer."""
-        requested, kept = self._by_layer(self.requested), self._by_layer(self.kept)
+        requested, kept = self._by_layer("requested"), self._by_layer("kept")
         values = {
             name: load.of_layers(statistic, requested) for name, statistic in _OF_REQUESTED.items()
         }
@@ -137,9 +121,9 @@ class BatchMaxVio(LayerSums):
     ) -> None:
         super().__init__(num_experts, **options)
         num_layers = len(self.num_experts)
-        self._add_sum("total", num_layers, torch.float64)
-        self._add_sum("num_batches", num_layers, torch.int64)
         none = torch.zeros(num_layers, dtype=torch.float64)
+        self.add_state("total", default=none.clone(), dist_reduce_fx="sum")
+        self.add_state("num_batches", default=none.long(), dist_reduce_fx="sum")
         self.add_state("largest", default=none, dist_reduce_fx="max")
 
     def update(self, records: Routing | Sequence[Routing]) -> None:

@@ -1,16 +1,13 @@
-"""What routers want: does their score follow the load, and how sure are they?"""
+"""Metrics of the routers' scores: the balance loss over everything seen, and the confidence of the choice."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_moe.metrics.layer_sums import LayerSums
-from lightning_moe.ops.load import balance_inner_product
+from lightning_moe.metrics.layer_sums import LayerSums, inner_product
 from lightning_moe.ops.records import Routing
-from lightning_moe.ops.routing import confidence_sums
 
 
 class RouterBalance(LayerSums):
@@ -33,32 +30,12 @@ class RouterBalance(LayerSums):
         options: torchmetrics' own, such as `process_group`.
     """
 
-    requested: Tensor
-    score_sums: Tensor
-
-    def __init__(
-        self,
-        num_experts: int | Sequence[int],
-        **options: Any,
-    ) -> None:
-        super().__init__(num_experts, **options)
-        self._add_sum("requested", sum(self.num_experts), torch.int64)
-        self._add_sum("score_sums", sum(self.num_experts), torch.float64)
-
-    def update(self, records: Routing | Sequence[Routing]) -> None:
-        """Add the record of the layer, or one record per layer."""
-        found = self._checked(records)
-        self.requested += torch.cat([record.requested_E for record in found])
-        self.score_sums += torch.cat([record.score_sums_E.detach() for record in found])
+    sums = ("requested", "score_sums")
 
     def compute(self) -> dict[str, Float[Tensor, " _"]]:
         """Both, one value per layer."""
-        requested, score_sums = self._by_layer(self.requested), self._by_layer(self.score_sums)
-        inner = torch.stack(
-            [balance_inner_product(*pair) for pair in zip(requested, score_sums, strict=True)]
-        )
-        empty = torch.stack([counts.sum() == 0 for counts in requested])
-        inner = torch.where(empty, torch.nan, inner)
+        both = zip(self._by_layer("requested"), self._by_layer("score_sums"), strict=True)
+        inner = torch.stack([inner_product(*pair) for pair in both])
         return {"balance_loss": 1 + inner, "inner_product": inner}
 
 
@@ -82,34 +59,20 @@ class RouterConfidence(LayerSums):
         options: torchmetrics' own, such as `process_group`.
     """
 
-    sums: Tensor
+    sums = ("confidence",)
 
-    def __init__(
-        self,
-        num_experts: int | Sequence[int],
-        **options: Any,
-    ) -> None:
-        super().__init__(num_experts, **options)
-        none = torch.zeros(len(self.num_experts), 4, dtype=torch.float64)
-        self.add_state("sums", default=none, dist_reduce_fx="sum")
-
-    def update(self, records: Routing | Sequence[Routing]) -> None:
-        """Add the record of the layer, or one record per layer.
-
-        Raises:
-            ValueError: if a record says nothing about single tokens.
-        """
-        rows = []
-        for record in self._checked(records):
-            if record.tokens is None:
-                raise ValueError(
-                    "RouterConfidence needs records that tell the route of each token; set `moe.router.trace = True` "
-                    "on every MoE layer before its forward"
-                )
-            rows.append(confidence_sums(record.tokens))
-        self.sums += torch.stack(rows)
+    def _checked(self, records: Routing | Sequence[Routing]) -> list[Routing]:
+        found = super()._checked(records)
+        if any(record.tokens is None for record in found):
+            raise ValueError(
+                "RouterConfidence needs records that tell the route of each token; set `moe.router.trace = True` "
+                "on every MoE layer before its forward"
+            )
+        return found
 
     def compute(self) -> dict[str, Float[Tensor, " _"]]:
         """Both, one value per layer."""
-        margin, num_margins, entropy, num_tokens = self.sums.unbind(dim=-1)
+        margin, num_margins, entropy, num_tokens = torch.stack(self._by_layer("confidence")).unbind(
+            dim=-1
+        )
         return {"margin": margin / num_margins, "entropy": entropy / num_tokens}

@@ -6,9 +6,9 @@ from html import escape
 
 import numpy as np
 
+from lightning_moe.report.chart_scale import Scale, short, ticks
 from lightning_moe.report.page import NUM_COLOURS
 from lightning_moe.report.png import indexed_png
-from lightning_moe.report.scale import Scale, short, ticks
 from lightning_moe.report.series import Series
 
 WIDTH, HEIGHT = 560.0, 230.0

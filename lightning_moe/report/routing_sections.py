@@ -2,10 +2,19 @@
 
 import numpy as np
 
+from lightning_moe.metrics.routing_history import RoutingHistory
+from lightning_moe.report.chart_scale import short
 from lightning_moe.report.charts import heat_map, line_chart
 from lightning_moe.report.page import NUM_COLOURS, Section, charts, details, table
-from lightning_moe.report.routing import RECENT, LayerRouting, load_by_time, over_mean
-from lightning_moe.report.scale import short
+from lightning_moe.report.routing import (
+    RECENT,
+    dead_experts,
+    dropped_share_S,
+    known_series,
+    load_by_time,
+    over_mean,
+    recent_load_E,
+)
 from lightning_moe.report.series import Series
 
 MAX_PICTURES = 8
@@ -16,23 +25,23 @@ _NO_HISTORY = (
 )
 
 
-def routing_sections(layers: list[LayerRouting]) -> list[Section]:
-    """All of them, from the layers of the model; none if the run has no history."""
+def routing_sections(history: RoutingHistory) -> list[Section]:
+    """All of them; they say so where the run has no history."""
     return [
-        _load(layers),
-        _load_over_time(layers),
-        _dead_experts(layers),
-        _drops(layers),
-        _ranks(layers),
-        _router(layers),
+        _load(history),
+        _load_over_time(history),
+        _dead_experts(history),
+        _drops(history),
+        _ranks(history),
+        _router(history),
     ]
 
 
-def by_layer(layers: list[LayerRouting], field: str) -> dict[str, Series]:
-    """A field of `LayerRouting` as one line per layer that has it."""
+def by_layer(history: RoutingHistory, field: str) -> dict[str, Series]:
+    """A field of `LayerRouting` as one line per layer where it was taken."""
     lines = {
-        f"layer {number}": layer.series(getattr(layer, field))
-        for number, layer in enumerate(layers)
+        f"layer {number}": known_series(history.steps_S, getattr(layer, field))
+        for number, layer in enumerate(history.layers)
     }
     return few_lines({name: series for name, series in lines.items() if len(series)})
 
@@ -56,15 +65,15 @@ def few_lines(lines: dict[str, Series]) -> dict[str, Series]:
     }
 
 
-def _load(layers: list[LayerRouting]) -> Section:
+def _load(history: RoutingHistory) -> Section:
     content = ""
-    if layers:
-        loads = [layer.recent_load_E(RECENT) for layer in layers]
+    if len(history):
+        loads = [recent_load_E(layer) for layer in history.layers]
         picture = np.full((len(loads), max(map(len, loads))), np.nan)
         for row, load_E in zip(picture, loads, strict=True):
             row[: len(load_E)] = load_E
         picture_of_all = heat_map(
-            f"Load over the last {min(RECENT, len(layers[0].steps))} records",
+            f"Load over the last {min(RECENT, len(history))} records",
             picture,
             y_label="MoE layer",
             x_label="expert",
@@ -93,16 +102,16 @@ def _load(layers: list[LayerRouting]) -> Section:
     )
 
 
-def _load_over_time(layers: list[LayerRouting]) -> Section:
+def _load_over_time(history: RoutingHistory) -> Section:
     pictures = [
         heat_map(
             f"Layer {number}",
             load_by_time(layer),
             y_label="expert",
             x_label="optimizer step",
-            x_range=(float(layer.steps[0]), float(layer.steps[-1])),
+            x_range=(float(history.steps_S[0]), float(history.steps_S[-1])),
         )
-        for number, layer in enumerate(layers)
+        for number, layer in enumerate(history.layers)
     ]
     content = charts(*pictures[:MAX_PICTURES]) if pictures else ""
     if len(pictures) > MAX_PICTURES:
@@ -119,21 +128,23 @@ def _load_over_time(layers: list[LayerRouting]) -> Section:
     )
 
 
-def _dead_experts(layers: list[LayerRouting]) -> Section:
+def _dead_experts(history: RoutingHistory) -> Section:
     content = ""
-    if layers:
+    if len(history):
         lines = few_lines(
             {
-                f"layer {number}": layer.series((layer.requested_SE == 0).sum(axis=1))
-                for number, layer in enumerate(layers)
+                f"layer {number}": known_series(
+                    history.steps_S, (layer.requested_SE == 0).sum(axis=1)
+                )
+                for number, layer in enumerate(history.layers)
             }
         )
         rows = [
             [str(number), f"{len(dead)} of {layer.num_experts}", _listed(dead)]
-            for number, layer in enumerate(layers)
-            if (dead := layer.dead_experts(RECENT))
+            for number, layer in enumerate(history.layers)
+            if (dead := dead_experts(layer))
         ]
-        num_records = min(RECENT, len(layers[0].steps))
+        num_records = min(RECENT, len(history))
         names = (
             table(["layer", f"dead in the last {num_records} records", "which"], rows)
             if rows
@@ -156,53 +167,44 @@ def _listed(numbers: list[int], most: int = 16) -> str:
     return f"{words} and {len(numbers) - most} more" if len(numbers) > most else words
 
 
-def _drops(layers: list[LayerRouting]) -> Section:
+def _drops(history: RoutingHistory) -> Section:
     shares = {
-        f"layer {number}": layer.series(layer.dropped_share_S())
-        for number, layer in enumerate(layers)
-        if layer.kept_SE is not None
+        f"layer {number}": known_series(history.steps_S, dropped_share_S(layer))
+        for number, layer in enumerate(history.layers)
     }
-    lost = by_layer(layers, "lost_tokens_S")
+    lost = by_layer(history, "lost_tokens_S")
     content = ""
     if shares and not any(series.values.any() for series in shares.values()):
         content = "<p>Nothing was dropped: every requested route was computed.</p>"
     elif shares:
-        parts = [
-            line_chart("Share of routes that were dropped", few_lines(shares), y_label="share")
-        ]
-        if lost:
-            parts.append(
-                line_chart("Tokens that lost all their routes", lost, y_label="tokens per record")
-            )
-        content = charts(*parts)
+        content = charts(
+            line_chart("Share of routes that were dropped", few_lines(shares), y_label="share"),
+            line_chart("Tokens that lost all their routes", lost, y_label="tokens per record"),
+        )
     return Section(
         name="drops",
         title="Dropped routes",
         about="Routes beyond an expert's capacity are not computed. A token that loses all of its routes passes "
         "the layer with its shared expert alone, or unchanged.",
         content=content,
-        absent=_NO_HISTORY if not layers else "kept routes were not recorded.",
+        absent=_NO_HISTORY,
     )
 
 
-def _ranks(layers: list[LayerRouting]) -> Section:
-    spread = [
-        (number, layer)
-        for number, layer in enumerate(layers)
-        if layer.rank_load_SR is not None and layer.rank_load_SR.shape[1] > 1
-    ]
+def _ranks(history: RoutingHistory) -> Section:
+    # Ranks that a resumed run did not have are unknown, not idle.
+    spread = {
+        f"layer {number}": np.where(layer.rank_load_SR < 0, np.nan, layer.rank_load_SR)
+        for number, layer in enumerate(history.layers)
+        if layer.rank_load_SR.shape[1] > 1
+    }
     content = ""
     if spread:
         lines = {
-            f"layer {number}": layer.series(over_mean(layer.rank_load_SR).max(axis=1))
-            for number, layer in spread
-            if layer.rank_load_SR is not None
+            name: known_series(history.steps_S, over_mean(load_SR).max(axis=1))
+            for name, load_SR in spread.items()
         }
-        sums = sum(
-            np.nansum(layer.rank_load_SR[-RECENT:], axis=0)
-            for _, layer in spread
-            if layer.rank_load_SR is not None
-        )
+        sums = sum(np.nansum(load_SR[-RECENT:], axis=0) for load_SR in spread.values())
         loads = over_mean(np.asarray(sums))
         content = charts(
             line_chart(
@@ -218,12 +220,12 @@ def _ranks(layers: list[LayerRouting]) -> Section:
         title="Load of every rank",
         about="The rank with the most rows sets the time of a layer: the others wait for it.",
         content=content,
-        absent="its experts were not spread over ranks." if layers else _NO_HISTORY,
+        absent="its experts were not spread over ranks." if len(history) else _NO_HISTORY,
     )
 
 
-def _router(layers: list[LayerRouting]) -> Section:
-    margin, entropy = by_layer(layers, "margin_S"), by_layer(layers, "entropy_S")
+def _router(history: RoutingHistory) -> Section:
+    margin, entropy = by_layer(history, "margin_S"), by_layer(history, "entropy_S")
     parts = []
     if margin:
         parts.append(line_chart("Margin of the choice", margin, y_label="score"))
@@ -235,5 +237,5 @@ def _router(layers: list[LayerRouting]) -> Section:
         about="The margin is the lead of the last chosen expert over the first one left out. Where it is small, "
         "rounding alone can send a token elsewhere.",
         content=charts(*parts) if parts else "",
-        absent=_NO_HISTORY if not layers else "margins were not recorded.",
+        absent="margins were not recorded." if len(history) else _NO_HISTORY,
     )

@@ -10,9 +10,8 @@ from typing import Final
 import numpy as np
 import yaml
 
-from lightning_moe.callbacks.routing_history import HISTORY_FILE, read_history
 from lightning_moe.config import MoEConfig, RouterConfig, TransformerConfig, from_mapping
-from lightning_moe.report.routing import LayerRouting, read_layers
+from lightning_moe.metrics.routing_history import HISTORY_FILE, NO_HISTORY, RoutingHistory
 from lightning_moe.report.series import EMPTY, Series
 
 METRICS: Final = "metrics.csv"
@@ -26,13 +25,13 @@ class Run:
         folder: where it was read from.
         metrics: all columns of `metrics.csv`, and of earlier parts of a resumed run, by name.
         options: `config.yaml`; empty where there is none.
-        routing: per MoE layer, what `ExpertLoadMonitor` wrote; empty where it wrote nothing.
+        routing: what `ExpertLoadMonitor` wrote; empty where it wrote nothing.
     """
 
     folder: Path
     metrics: dict[str, Series]
     options: dict[str, object]
-    routing: list[LayerRouting]
+    routing: RoutingHistory
 
     def series(self, name: str) -> Series:
         """A column, empty if it was never logged."""
@@ -48,7 +47,7 @@ class Run:
     @property
     def routers(self) -> list[RouterConfig | None]:
         """Of each layer in `routing`, its own options; None where `config.yaml` doesn't describe such a model."""
-        unknown: list[RouterConfig | None] = [None] * len(self.routing)
+        unknown: list[RouterConfig | None] = [None] * len(self.routing.layers)
         model = self.options.get("model")
         if not isinstance(model, Mapping):
             return unknown
@@ -133,14 +132,15 @@ def read_options(folder: Path) -> dict[str, object]:
     return options
 
 
-def read_routing(folder: Path) -> list[LayerRouting]:
-    """The routing of every MoE layer; empty where the run has no history.
+def read_routing(folder: Path) -> RoutingHistory:
+    """The routing history; empty where the run has no history.
 
     Raises:
         ValueError: if the file is damaged.
     """
     path = folder / HISTORY_FILE
-    return read_layers(read_history(path)) if path.is_file() else []
+    history = RoutingHistory.read(path) if path.is_file() else NO_HISTORY
+    return history if len(history) else NO_HISTORY
 
 
 def _series(points: Mapping[int, float]) -> Series:

@@ -1,13 +1,14 @@
 """The sections about one run."""
 
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
-import torch
 import yaml
 
-from lightning_moe.callbacks.gerrymandering import can_be_fooled, episodes
-from lightning_moe.callbacks.load_entries import health_by_entry
+from lightning_moe.metrics.gerrymandering import can_be_fooled, episodes, layer_health
+from lightning_moe.metrics.routing_history import LayerRouting
+from lightning_moe.report.chart_scale import percent, short
 from lightning_moe.report.charts import line_chart
 from lightning_moe.report.page import (
     Section,
@@ -17,10 +18,9 @@ from lightning_moe.report.page import (
     tiles,
     warning,
 )
-from lightning_moe.report.routing import RECENT, LayerRouting
+from lightning_moe.report.routing import dead_experts
 from lightning_moe.report.routing_sections import by_layer, few_lines, routing_sections
 from lightning_moe.report.run import Run
-from lightning_moe.report.scale import percent, short
 from lightning_moe.report.series import Series
 
 
@@ -66,8 +66,8 @@ def _overview(run: Run) -> Section:
         numbers.append(
             ("busiest expert / mean", short(load.recent_median()), "worst layer, median of a step")
         )
-    if run.routing:
-        numbers += _routing_numbers(run.routing)
+    if len(run.routing):
+        numbers += _routing_numbers(run.routing.layers)
     skipped = run.series("train/skipped_steps")
     if len(skipped):
         numbers.append(("skipped steps", short(skipped.last), "with gradients that weren't finite"))
@@ -101,15 +101,13 @@ def _model_words(run: Run) -> str:
     return f"{'; '.join(words)}."
 
 
-def _routing_numbers(layers: list[LayerRouting]) -> list[tuple[str, str, str]]:
-    dead = sum(len(layer.dead_experts(RECENT)) for layer in layers)
+def _routing_numbers(layers: Sequence[LayerRouting]) -> list[tuple[str, str, str]]:
+    dead = sum(len(dead_experts(layer)) for layer in layers)
     total = sum(layer.num_experts for layer in layers)
     numbers = [("dead experts", f"{dead}", f"of {total} in {len(layers)} layers")]
-    kept = [layer.kept_SE.sum() for layer in layers if layer.kept_SE is not None]
-    if len(kept) == len(layers):
-        asked = sum(layer.requested_SE.sum() for layer in layers)
-        share = 1 - sum(kept) / max(asked, 1)
-        numbers.append(("dropped routes", percent(float(share)), "of all that were requested"))
+    kept = sum(layer.kept_SE.sum() for layer in layers)
+    share = 1 - kept / max(sum(layer.requested_SE.sum() for layer in layers), 1)
+    numbers.append(("dropped routes", percent(float(share)), "of all that were requested"))
     return numbers
 
 
@@ -173,12 +171,12 @@ def _gerrymandering(run: Run) -> str:
     """A remark on what `ExpertLoadMonitor` warns of: found in the history, or, without one, in what was logged."""
     logged = run.series("train/gerrymandered_layers")
     layers = [
-        health_by_entry(torch.from_numpy(layer.requested_SE), torch.from_numpy(layer.balance_S))
-        for layer, router in zip(run.routing, run.routers, strict=True)
-        if layer.balance_S is not None and (router is None or can_be_fooled(router))
+        layer_health(layer)
+        for layer, router in zip(run.routing.layers, run.routers, strict=True)
+        if router is None or can_be_fooled(router)
     ]
     if layers:
-        begun = [int(run.routing[0].steps[entry]) for entry in episodes(layers)]
+        begun = [int(run.routing.steps_S[entry]) for entry in episodes(layers)]
     else:
         begun = logged.steps[
             np.diff(logged.values > 0, prepend=False) & (logged.values > 0)

@@ -10,7 +10,7 @@ from typing import Final
 
 import yaml
 
-from lightning_moe.report.routing import RECENT
+from lightning_moe.report.routing import dead_experts
 from lightning_moe.report.run import Run, read_run
 
 RESULTS: Final[dict[str, Callable[[Run], float]]] = {
@@ -21,8 +21,8 @@ RESULTS: Final[dict[str, Callable[[Run], float]]] = {
     "busiest expert / mean": lambda run: run.series("train/load_max_over_mean").recent_median(),
     "balance loss": lambda run: run.series("train/balance_loss").recent_median(),
     "dead experts": lambda run: (
-        float(sum(len(layer.dead_experts(RECENT)) for layer in run.routing))
-        if run.routing
+        float(sum(len(dead_experts(layer)) for layer in run.routing.layers))
+        if len(run.routing)
         else math.nan
     ),
     "tokens per second": lambda run: run.series("train/tokens_per_second").recent_median(),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_moe.report.chart_scale import short
 from lightning_moe.report.charts import line_chart, scatter
 from lightning_moe.report.page import NUM_COLOURS, Section, charts, page, table, warning
-from lightning_moe.report.scale import short
 from lightning_moe.report.series import Series
 from lightning_moe.report.sweep import RESULTS, Job
 

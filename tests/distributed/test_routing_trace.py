@@ -9,7 +9,7 @@ import torch
 from lightning_moe import MoEModule
 from lightning_moe.callbacks import RoutingTrace
 from lightning_moe.cli import main
-from lightning_moe.report.routes_diff import read_trace
+from lightning_moe.metrics.route_comparison import read_trace
 from tests.kit.rank_runs import batches, config, fit, parallel
 from tests.kit.ranks import run_ranks
 

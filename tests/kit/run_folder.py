@@ -51,5 +51,18 @@ def make_run(
     if config is not None:
         (folder / "config.yaml").write_text(config)
     if history is not None:
-        np.savez(folder / "routing_history.npz", **history)
+        np.savez(folder / "routing_history.npz", **whole_history(history))
     return folder
+
+
+def whole_history(some: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add what a history has besides: nothing was dropped or lost, one rank computed it all, and no mean was taken."""
+    whole = {"num_steps": np.ones(len(some["steps"]), dtype=np.int64)}
+    layer = 0
+    while (counts := some.get(f"requested_{layer}")) is not None:
+        whole |= {f"kept_{layer}": counts, f"rank_load_{layer}": counts.sum(axis=1, keepdims=True)}
+        whole[f"lost_tokens_{layer}"] = np.zeros(len(counts), dtype=np.int64)
+        means = ("balance", "inner", "margin", "entropy")
+        whole |= {f"{name}_{layer}": np.full(len(counts), np.nan) for name in means}
+        layer += 1
+    return whole | some

@@ -6,8 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 
-from lightning_moe.callbacks import ExpertLoadMonitor, read_history, routing_history
-from lightning_moe.callbacks.routing_history import entries_before, write_history
+from lightning_moe.callbacks import ExpertLoadMonitor, read_history
 from tests.kit.modules import Recording, Scripted
 from tests.kit.monitored import HISTORY, RECORDS, Failing, fit, resume
 from tests.kit.runs import make_batches, make_loader, make_module, make_trainer, tiny_config
@@ -40,14 +39,6 @@ def test_a_resumed_run_goes_on_with_the_history(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         resumed["requested_0"][2:].sum(axis=0), straight["requested_0"][2]
     )
-
-
-def test_entries_that_a_resumed_run_repeats_are_replaced(tmp_path: Path) -> None:
-    rows = [{"steps": np.array(step), "num_steps": np.array(1)} for step in range(5)]
-    write_history(tmp_path / HISTORY, rows)
-    kept = entries_before(tmp_path / HISTORY, 3)
-    assert [int(row["steps"]) for row in kept] == [0, 1, 2]
-    assert entries_before(tmp_path / "none.npz", 3) == []
 
 
 def test_a_new_run_in_the_same_folder_starts_a_new_history(tmp_path: Path) -> None:
@@ -83,18 +74,6 @@ def test_the_history_is_written_at_every_validation(tmp_path: Path) -> None:
     trainer.fit(make_module(tiny_config()), make_loader(batches), make_loader(batches[:1]))
     assert killed.found == [[], [], [0, 1], [0, 1], [0, 1, 2, 3]]
     assert not list(tmp_path.glob("*.part"))
-
-
-def test_a_damaged_history_is_named(tmp_path: Path) -> None:
-    path = tmp_path / HISTORY
-    with pytest.raises(FileNotFoundError):
-        read_history(path)
-    path.write_bytes(b"PK\x03\x04 cut")
-    with pytest.raises(ValueError, match=r"routing_history.npz is damaged"):
-        read_history(path)
-    np.savez(path, steps=np.arange(3), requested_0=np.ones((2, 4)))
-    with pytest.raises(ValueError, match="don't have one row per step"):
-        read_history(path)
 
 
 @pytest.mark.parametrize(
@@ -159,27 +138,3 @@ def test_a_history_that_does_not_fit_is_replaced_on_resuming_and_not_even_read_b
     with pytest.warns(UserWarning, match=r"new history at step 2: .*routing_history\.npz is"):
         resume(tmp_path, Recording(), tmp_path / "last.ckpt", 4)
     assert read_history(tmp_path / HISTORY)["steps"].tolist() == [2, 3]
-
-
-def test_a_long_history_is_bounded_and_keeps_every_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_history, "MAX_ENTRIES", 4)
-    entries: list[routing_history.Entry] = []
-    for step in range(11):
-        entry = {
-            "steps": np.array(step),
-            "num_steps": np.array(1),
-            "requested_0": np.array([step, 0]),
-            "balance_0": np.array(float(step)),
-            "margin_0": np.array(float(step)),
-            "rank_load_0": np.array([step] if step else [0, 0]),
-        }
-        routing_history.append_entry(entries, entry)
-    assert [int(entry["num_steps"]) for entry in entries] == [4, 2, 3, 2]
-    assert [int(entry["steps"]) for entry in entries] == [3, 5, 8, 10]
-    assert [int(entry["requested_0"][0]) for entry in entries] == [6, 9, 21, 19]
-    assert [float(entry["margin_0"]) for entry in entries] == [3, 5, 8, 10]
-    # Weighted by copies; step 0 has none and no say.
-    means = [(1 + 4 + 9) / 6, (16 + 25) / 9, (36 + 49 + 64) / 21, (81 + 100) / 19]
-    assert [float(entry["balance_0"]) for entry in entries] == pytest.approx(means)
-    assert entries[0]["rank_load_0"].tolist() == [6, -1]
-    assert entries[1]["rank_load_0"].tolist() == [9]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_moe.callbacks import RoutingTrace
-from lightning_moe.callbacks.route_files import RouteKey, read_routes
-from lightning_moe.report.routes_diff import compare, read_trace
+from lightning_moe.metrics.route_comparison import compare, read_trace
+from lightning_moe.metrics.token_routes import RouteKey, read_routes
 from tests.kit.modules import OwnModule, Recording, TwoOptimizers
 from tests.kit.runs import (
     History,

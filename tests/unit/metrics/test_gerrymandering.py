@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.callbacks import ExpertLoadMonitor, GerrymanderingAlarm, LayerHealth
-from lightning_moe.callbacks.gerrymandering import warning
+from lightning_moe.metrics.gerrymandering import warning
 from lightning_moe.ops.load import balance_inner_product, dead_share, load_max_over_mean
 from tests.kit.modules import Scripted
 from tests.kit.monitored import fit, resume

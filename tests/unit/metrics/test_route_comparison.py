@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_moe.callbacks.route_files import RouteKey, Routes, write_routes
 from lightning_moe.cli import main
-from lightning_moe.report.routes_diff import compare, read_trace
+from lightning_moe.metrics.route_comparison import compare, read_trace
+from lightning_moe.metrics.token_routes import RouteKey, Routes, write_routes
 
 TIE = 1e-3
 

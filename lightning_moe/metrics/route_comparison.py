@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_moe.callbacks.route_files import RouteKey, Routes, read_routes
+from lightning_moe.metrics.token_routes import RouteKey, Routes, read_routes
 
 Trace = dict[RouteKey, list[Routes]]
 """Per place, the routes of every rank."""

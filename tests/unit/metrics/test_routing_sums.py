@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from lightning_moe.callbacks.routing_sums import RoutingSums
+from lightning_moe.metrics.routing_sums import RoutingSums
 from tests.kit.monitored import RECORDS
 from tests.kit.records import token_routes
 
@@ -16,8 +16,8 @@ def test_margins_that_are_infinite_are_left_out_of_their_mean_only() -> None:
     sums = RoutingSums([4], [0], 1, torch.device("cpu"))
     sums.observe([record])
     sums.end_step(keep=True)
-    (layer,) = sums.unpack(sums.pack())
-    assert (layer.margin.item(), layer.entropy.item()) == (0.5, 0.75)
+    (layer,) = sums.unpack(sums.pack(), [record.requested_E])
+    assert (layer.margin_S.item(), layer.entropy_S.item()) == (0.5, 0.75)
     assert sums.pack().abs().sum() == 0
 
 
@@ -28,7 +28,7 @@ def test_layers_without_drops_or_traces_count_beside_those_that_have_them() -> N
     sums.observe([dropless, dataclasses.replace(RECORDS[3], tokens=routes)])
     sums.end_step(keep=True)
     assert sums.drops
-    first, second = sums.unpack(sums.pack())
-    assert [first.lost_tokens.item(), second.lost_tokens.item()] == [0, 2]
-    assert first.margin.isnan()
-    assert (second.margin.item(), second.entropy.item()) == (0.375, 0.5)
+    first, second = sums.unpack(sums.pack(), [record.requested_E for record in RECORDS[2:4]])
+    assert [first.lost_tokens_S.item(), second.lost_tokens_S.item()] == [0, 2]
+    assert math.isnan(first.margin_S.item())
+    assert (second.margin_S.item(), second.entropy_S.item()) == (0.375, 0.5)

@@ -1,8 +1,8 @@
-"""Tells token gerrymandering, a balance loss that is content with a bad load, from a healthy run.
+"""Tells token gerrymandering, a low balance loss beside an uneven load, from a healthy run.
 
-Favoured experts win many tokens by tiny margins while others collect score and never win. The loss, which sees only
-the product of load and score, falls below its value at perfect balance while experts starve. At a healthy router the
-experts with more score also win more tokens: there the loss is above 1 for any uneven load.
+A few experts win many tokens by tiny margins while others have score and never win. The loss, which sees only the
+product of load and score, falls below its value at perfect balance while experts get no tokens. At a healthy router
+the experts with more score also win more tokens: there the loss is above 1 for any uneven load.
 
 Source: Olmo-core 3 report, "token gerrymandering".
 """
@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from lightning_moe.config import RouterConfig
+from lightning_moe.metrics.routing_history import LayerRouting
+from lightning_moe.ops import load
 
 # A loss this far below 1, or below its value at the most even load so far, is more than noise of the scores.
 _FALL: Final = 0.02
@@ -55,8 +59,30 @@ class LayerHealth:
         return math.sqrt(self.num_experts / max(self.num_copies, 1))
 
 
+def layer_health(layer: LayerRouting) -> list[LayerHealth]:
+    """What `GerrymanderingAlarm` judges a layer by, one value per entry of its history."""
+    requested_SE = torch.from_numpy(layer.requested_SE)
+    rows = zip(
+        layer.balance_S.tolist(),
+        load.load_max_over_mean(requested_SE).tolist(),
+        load.dead_share(requested_SE).tolist(),
+        requested_SE.sum(dim=-1).tolist(),
+        strict=True,
+    )
+    return [
+        LayerHealth(
+            balance_loss=balance,
+            max_over_mean=ratio,
+            dead_share=dead,
+            num_experts=layer.num_experts,
+            num_copies=copies,
+        )
+        for balance, ratio, dead, copies in rows
+    ]
+
+
 class GerrymanderingAlarm:
-    """Watches entries of a routing history and says once per episode that one has begun.
+    """Reads entries of a routing history and reports once per episode that one has begun.
 
     A layer is suspicious when in three entries in a row its load is uneven (busiest expert at least 1.25 times the mean
     and four standard deviations of a random load more, or experts idle that chance would have served) and its loss is
@@ -95,7 +121,7 @@ def can_be_fooled(router: RouterConfig) -> bool:
 
 
 def warning(step: int, layers: Sequence[int], entry: Sequence[LayerHealth]) -> str:
-    """What a user should know when an episode begins."""
+    """The message for a user when an episode begins at `step` in `layers`."""
     worst = sorted(layers, key=lambda number: -entry[number].max_over_mean)[:_NAMED]
     numbers = "; ".join(
         f"layer {number}: balance loss {entry[number].balance_loss:.3f}, busiest expert "
