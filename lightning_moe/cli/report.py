@@ -1,12 +1,11 @@
 """`lightning-moe report`: the folder of a run or a sweep in, one HTML page out."""
 
 import argparse
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from lightning_moe.cli.errors import show_error
+from lightning_moe.files import atomic_write
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -53,15 +52,11 @@ def _report(folder: Path, output: Path | None) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    # A browser that reloads while a run goes on never sees half a page.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        # A browser that reloads while a run goes on never sees half a page.
+        with atomic_write(path) as file:
+            file.write(text.encode())
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise OSError(
             f"{path} can't be written: {error.strerror}; choose another file with --output"
         ) from error

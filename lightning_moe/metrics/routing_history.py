@@ -1,6 +1,5 @@
 """The routing history of a run: how every MoE layer routed, over the whole training, in memory and on disk."""
 
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+
+from lightning_moe.files import atomic_write
 
 HISTORY_FILE: Final = "routing_history.npz"
 
@@ -146,14 +147,9 @@ class RoutingHistory:
         return {"steps": self.steps_S, "num_steps": self.num_steps_S} | by_layer
 
     def write(self, path: Path) -> None:
-        """Write the file; whoever reads meanwhile finds the file as it was before, or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.part")
-        with aside.open("wb") as file:
+        """Write the file; a reader finds it as it was before, or the new one."""
+        with atomic_write(path) as file:
             np.savez(file, allow_pickle=False, **self.arrays())
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> "RoutingHistory":

@@ -1,6 +1,5 @@
 """The file of `RoutingTrace`: routes of some steps on one rank, as compressed numpy arrays."""
 
-import os
 import re
 import zipfile
 import zlib
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_moe.files import atomic_write
 from lightning_moe.ops.records import TokenRoutes
 
 _FIELDS = ("ids", "weights", "margins", "valid")
@@ -80,14 +80,8 @@ def write_routes(path: Path, records: Mapping[RouteKey, Routes]) -> None:
         for key, routes in records.items()
         for field in _FIELDS
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez_compressed(file, **arrays)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic_write(path) as file:
+        np.savez_compressed(file, **arrays)
 
 
 def read_routes(path: Path) -> dict[RouteKey, Routes]:
