@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest
 SERIAL := distributed or golden or e2e or parity
 GATED := lightning_moe/ops/*,lightning_moe/nn/*,lightning_moe/config/*,lightning_moe/optim/*,lightning_moe/step/*
 
-.PHONY: train test check docs serve-docs format coverage clean distclean
+.PHONY: train test check docs serve-docs format coverage sizes clean distclean
 .PHONY: check-format check-lint check-spelling check-layers check-types check-style
 
 train: $(VENV)/.installed
@@ -33,16 +33,9 @@ else
 	$(PYTEST) -m "not gpu" $(ARGS)
 endif
 
-check: check-format check-lint check-spelling check-layers check-types check-style docs
+check: check-format check-lint check-spelling check-layers check-types check-style docs sizes
 
-check-# The theme would warn of MkDocs 2, which pyproject.toml keeps away.
-docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-
-serve-docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
-
-format: $(VENV)/.installed-dev
+check-format: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 check-lint: $(VENV)/.installed-dev
@@ -59,6 +52,10 @@ check-types: $(VENV)/.installed-dev
 
 check-style: $(VENV)/.installed-dev
 	$(PYTEST) tests/style
+
+# Lines of every floor of the package, and files that have grown long.
+sizes: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.style.sizes
 
 # The theme would warn of MkDocs 2, which pyproject.toml keeps away.
 docs: $(VENV)/.installed-dev
