@@ -115,7 +115,7 @@ def test_what_stands_here_for_a_part_of_the_original_exists(row: list[str]) -> N
         "experiment=tiny",
         "ckpt",
         "lightning_moe.nn.Roter",
-        "lightning-moe trian",
+        "lightning-moe fit",
     ],
 )
 def test_a_name_that_does_not_exist_is_found_out(name: str) -> None:
