@@ -57,9 +57,9 @@ check-style: $(VENV)/.installed-dev
 sizes: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.style.sizes
 
-# The theme would warn of MkDocs 2, which pyproject.toml keeps away.
+# The theme would warn of MkDocs 2, which pyproject.toml keeps away. Not --quiet, which would let warnings pass --strict.
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 serve-docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
