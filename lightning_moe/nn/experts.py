@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Num, UInt8
 from torch import Tensor, nn
 
 from lightning_moe.config import FP8Config, MoEConfig
+from lightning_moe.nn.deferred import DeferredParameters
 from lightning_moe.nn.expert_backends import ExpertBackendChoice
 from lightning_moe.ops.activations import activation_function
 from lightning_moe.ops.compiled import outside_of_graphs
@@ -50,6 +51,7 @@ class Experts(nn.Module):
         num_experts, hidden = config.num_experts, config.hidden_size
         packed = hidden if config.activation == "relu2" else 2 * hidden
         self.config = config
+        self.width = width
         self.expert_ids = range(num_experts)
         self.w_up_gate = nn.Parameter(torch.empty(num_experts, packed, width))
         self.w_down = nn.Parameter(torch.empty(num_experts, hidden, width))
@@ -107,6 +109,17 @@ class Experts(nn.Module):
         """Compute with another backend, of a plugin or the config's again."""
         self.backend = ExpertBackendChoice(name, fp8, by_plugin=by_plugin)
 
+    def defer_(self, device: torch.device) -> None:
+        """Give memory on `device` to parameters on the meta device, and values, once one of them is read."""
+        DeferredParameters(self._parameters, device, _no_values).serve(self)
+
+    def fill_(self, fill: Callable[["Experts"], None]) -> None:
+        """Have `fill` write the values of all parameters: now, or as soon as they have memory."""
+        if isinstance(self._parameters, DeferredParameters):
+            self._parameters.fill = fill
+        elif not self.w_down.is_meta:
+            fill(self)
+
     def keep_(self, expert_ids: range) -> None:
         """Keep only these experts (global ids); the others live on other ranks.
 
@@ -120,9 +133,14 @@ class Experts(nn.Module):
                 f"experts {expert_ids} are not among {self.expert_ids}, which live on this rank"
             )
         first = expert_ids.start - self.expert_ids.start
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            kept = parameter.detach()[first : first + len(expert_ids)].clone()
-            setattr(self, name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
+        deferred = self._parameters if isinstance(self._parameters, DeferredParameters) else None
+        kept = self._parameters if deferred is None else deferred.outline()
+        for name, parameter in kept.items():
+            if parameter is not None:
+                rows = parameter.detach()[first : first + len(expert_ids)].clone()
+                kept[name] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        if deferred is not None:
+            DeferredParameters(kept, deferred.device, deferred.fill).serve(self)
         self.expert_ids = expert_ids
 
     def train(self, mode: bool = True) -> "Experts":  # not Self, which beartype can't check
@@ -148,7 +166,18 @@ class Experts(nn.Module):
             self._parameters.update(released)
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self._parameters, DeferredParameters):
+            self._parameters.serve(self)
+
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
-        num_experts, hidden, width = self.w_down.shape
-        return f"experts={num_experts}, width={width}, hidden={hidden}, activation={self.config.activation}"
+        return (
+            f"experts={len(self.expert_ids)}, width={self.width}, hidden={self.config.hidden_size}, "
+            f"activation={self.config.activation}"
+        )
+
+
+def _no_values(experts: Experts) -> None:
+    """Memory as it is found, like that of `torch.empty`."""

@@ -1,6 +1,7 @@
 """Initial weights that depend on a seed, a parameter's name and an expert's global id, and on nothing else."""
 
 import hashlib
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +28,37 @@ def init_weights_(module: nn.Module, *, seed: int, std: float) -> None:
     for path, child in module.named_modules():
         if isinstance(child, Router) and child.score_bias is not None:
             child.score_bias.zero_()
+        if isinstance(child, Experts):
+            child.fill_(partial(_init_experts_, path=path, seed=seed, std=std))
+            continue
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.is_meta:
                 continue
             if isinstance(child, nn.RMSNorm):
                 parameter.fill_(1.0)
-            elif name == "bias" or name.startswith("b_"):
+            elif name == "bias":
                 parameter.zero_()
-            elif isinstance(child, Experts):
-                for row, expert in enumerate(child.expert_ids):
-                    _draw_(parameter[row], f"{path}.{name}[{expert}]", seed, std)
             else:
                 _draw_(parameter, f"{path}.{name}", seed, std)
+
+
+@torch.no_grad()
+def _init_experts_(experts: Experts, *, path: str, seed: int, std: float) -> None:
+    for name, parameter in experts.named_parameters(recurse=False):
+        if name.startswith("b_"):
+            parameter.zero_()
+            continue
+        for row, expert in enumerate(experts.expert_ids):
+            _draw_(parameter[row], f"{path}.{name}[{expert}]", seed, std)
+
+
+def give_memory_(module: nn.Module, device: torch.device) -> None:
+    """Memory on `device` for all that a module built on the meta device holds; to experts once it is read."""
+    for child in module.modules():
+        if isinstance(child, Experts):
+            child.defer_(device)
+        else:
+            child.to_empty(device=device, recurse=False)
 
 
 def _draw_(parameter: Tensor, name: str, seed: int, std: float) -> None:

@@ -10,7 +10,7 @@ from lightning_moe.config import MoEConfig
 from lightning_moe.nn.byte_rows import arrived
 from lightning_moe.nn.dispatch import Dispatcher, LocalDispatcher
 from lightning_moe.nn.experts import Experts
-from lightning_moe.nn.init import draw_seed, init_weights_
+from lightning_moe.nn.init import draw_seed, give_memory_, init_weights_
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.router import Router
@@ -62,7 +62,7 @@ class MoE(nn.Module):
             )
         self.dispatcher: Dispatcher = LocalDispatcher()
         if device.type != "meta":
-            self.to_empty(device=device)
+            give_memory_(self, device)
             self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:

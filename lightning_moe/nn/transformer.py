@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_moe.config import AttentionConfig, TransformerConfig
 from lightning_moe.nn.attention import AttentionContext
 from lightning_moe.nn.block import Block
-from lightning_moe.nn.init import draw_seed, init_weights_
+from lightning_moe.nn.init import draw_seed, give_memory_, init_weights_
 from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.ops.attention import attention_mask
 from lightning_moe.ops.dtypes import at_least_float32
@@ -38,7 +38,7 @@ class MoETransformer(nn.Module):
         with torch.device("meta"):
             self._build(config)
         if device.type != "meta":
-            self.to_empty(device=device)
+            give_memory_(self, device)
             self.reset_parameters()
 
     def _build(self, config: TransformerConfig) -> None:

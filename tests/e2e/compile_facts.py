@@ -26,7 +26,7 @@ from lightning_moe.config import (
     SharedExpertConfig,
     TransformerConfig,
 )
-from lightning_moe.nn import MoETransformer, Routing, balance_loss, z_loss
+from lightning_moe.nn import MoE, MoETransformer, Routing, balance_loss, z_loss
 from lightning_moe.precision import LinearRecipe
 from lightning_moe.strategy.linears import LinearSwap
 from tests.kit import rank_trainers
@@ -140,7 +140,20 @@ def _one_process() -> dict[str, Any]:
     small = {"num_layers": 1, "layer_overrides": {}, "recompute": "moe"}
     expected = step(build(**small), ids)
     facts["inductor_apart"] = apart(step(build(compile="inductor", **small), ids), expected)
+    facts["first_read_apart"] = _first_read()
     return facts
+
+
+def _first_read() -> float:
+    """Of a layer whose weights have no memory before compiled code reads them, and one that runs as it is."""
+    x_TD = torch.linspace(-1, 1, 36).view(3, 12)
+    outputs = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        layer = MoE(12, MoEConfig(num_experts=4, hidden_size=8, router=RouterConfig(top_k=2)))
+        run = layer if backend is None else torch.compile(layer, backend=backend)
+        outputs.append(run(x_TD)[0].detach())
+    return apart(outputs[1:], outputs[:1])
 
 
 def _logged() -> list[str]:

@@ -58,6 +58,10 @@ def test_compiling_shows_neither_in_state_dicts_nor_in_copies(facts: Facts) -> N
     assert facts["one"]["copies_apart"] < 1e-6
 
 
+def test_compiled_code_may_be_the_first_to_read_weights(facts: Facts) -> None:
+    assert facts["one"]["first_read_apart"] < 1e-6
+
+
 def test_inductor_computes_the_same(facts: Facts) -> None:
     assert facts["one"]["inductor_apart"] < 1e-5
 
