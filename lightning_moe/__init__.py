@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_moe.checkpoint.whole import load_weights
     from lightning_moe.data import TokenBatch, TokenDataModule
     from lightning_moe.module import MoEModule
+    from lightning_moe.parallel import AllToAllDispatch, StaticDispatch
     from lightning_moe.step import (
         StepWindow,
         assert_balance_invariant,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllToAllDispatch",
     "AttentionConfig",
     "DataConfig",
     "ExpertParallelStrategy",
@@ -45,6 +47,7 @@ __all__ = [
     "OptimConfig",
     "RouterConfig",
     "SharedExpertConfig",
+    "StaticDispatch",
     "StepWindow",
     "TokenBatch",
     "TokenDataModule",
@@ -57,9 +60,11 @@ __all__ = [
 
 # These import torch and Lightning, seconds that the command line's help should not take: loaded at first use.
 _FIRST_USE: Final = {
+    "AllToAllDispatch": "lightning_moe.parallel",
     "ExpertParallelStrategy": "lightning_moe.strategy",
     "MoEModule": "lightning_moe.module",
     "MoEPrecision": "lightning_moe.strategy",
+    "StaticDispatch": "lightning_moe.parallel",
     "StepWindow": "lightning_moe.step",
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",

@@ -19,11 +19,16 @@ class Interval:
     contains: Callable[[float], bool]
 
 
+def between(lowest: float, highest: float, text: str) -> Interval:
+    """The numbers from `lowest` to `highest`, both included."""
+    return Interval(text, lambda number: lowest <= number <= highest)
+
+
 POSITIVE: Final = Interval("greater than 0", lambda number: number > 0)
 NON_NEGATIVE: Final = Interval("at least 0", lambda number: number >= 0)
 AT_LEAST_ONE: Final = Interval("at least 1", lambda number: number >= 1)
 BELOW_ONE: Final = Interval("at least 0 and below 1", lambda number: 0 <= number < 1)
-FRACTION: Final = Interval("between 0 and 1", lambda number: 0 <= number <= 1)
+FRACTION: Final = between(0.0, 1.0, "between 0 and 1")
 
 
 def given(**values: object) -> dict[str, object]:

@@ -1,4 +1,7 @@
-"""How token copies reach their experts: the protocol, and the version for one rank."""
+"""How token copies reach their experts: the protocol, and the version for one rank.
+
+Versions for several ranks are transports: one file each in `parallel/transports/`, registered in its `TRANSPORTS`.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +19,7 @@ class Dispatched:
     Attributes:
         rows_RW: rows of the first local expert, then of the second, and so on.
         counts_L: rows of each local expert (int64).
-        back: the way back, which only the same dispatcher reads; a pytree of tensors and constants.
+        back: what `combine` of the same dispatcher needs to return outputs; a pytree of tensors and constants.
         kept_TK: which of this rank's token copies are computed; None when all are.
         bytes_RZ: the rows as bytes, where they travelled so; `rows_RW` then has no values, only a gradient.
     """
@@ -30,10 +33,10 @@ class Dispatched:
 
 @runtime_checkable
 class Dispatcher(Protocol):
-    """Sends token copies to the experts and brings the results back."""
+    """Sends token copies to their experts, and the experts' outputs back to the tokens."""
 
     def for_mode(self, *, training: bool) -> "Dispatcher":
-        """The dispatcher to use: one that may drop tokens gives way to one that doesn't outside of training."""
+        """The dispatcher to use in this mode: outside of training, one that drops nothing."""
         ...
 
     def dispatch(
@@ -43,7 +46,7 @@ class Dispatcher(Protocol):
         weights_TK: Float[Tensor, "T K"],
         num_experts: int,
     ) -> Any:  # noqa: ANN401 - only `receive` of the same dispatcher reads it
-        """Set the token copies going; other work may be done before `receive`.
+        """Start to send the token copies; other work may be done before `receive`.
 
         `x_TW` is moved, never read: tokens, or bytes that stand for them, in which zeros stand for a row of zeros.
         `weights_TK` may decide which copies are dropped; they are applied in `combine`.
@@ -73,7 +76,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """All experts are on this rank: sorting is all that happens."""
+    """Sorts token copies by expert; all experts are on this rank."""
 
     def for_mode(self, *, training: bool) -> "LocalDispatcher":
         """The same in training and evaluation."""

@@ -5,9 +5,17 @@ from lightning_moe.parallel.collectives import AxisGroup, Ledger, ProcessMesh
 from lightning_moe.parallel.layout import ParamLayout, ParamSpec
 from lightning_moe.parallel.mesh import MeshShape, resolve_expert_parallel
 from lightning_moe.parallel.reducer import GradientReducer
-from lightning_moe.parallel.transports.all_to_all import AllToAllDispatcher
+from lightning_moe.parallel.transports import (
+    AllToAllDispatch,
+    AllToAllDispatcher,
+    StaticDispatch,
+    StaticDispatcher,
+    Transport,
+    register_transport,
+)
 
 __all__ = [
+    "AllToAllDispatch",
     "AllToAllDispatcher",
     "AxisGroup",
     "GradientReducer",
@@ -16,6 +24,10 @@ __all__ = [
     "ParamLayout",
     "ParamSpec",
     "ProcessMesh",
+    "StaticDispatch",
+    "StaticDispatcher",
+    "Transport",
     "apply_expert_parallel",
+    "register_transport",
     "resolve_expert_parallel",
 ]

@@ -50,9 +50,9 @@ class GradientReducer:
     """Means of gradients over each parameter's replicas, bucket by bucket, in one fixed order on every rank.
 
     A bucket leaves when all its parameters have their gradients and all buckets before it have left; `finish`
-    sends the rest. Sums run in at least float32, over ranks and over micro-batches. The dispatchers have divided
-    gradients of experts by ep already (see `parallel.dispatch.Exchange`); a mean over their replicas then makes them
-    those of the global mean loss, also when backward runs several times per step.
+    sends the rest. Sums run in at least float32, over ranks and over micro-batches. Gradients of experts arrive
+    divided by ep (see `transports.exchange.Exchange`); the mean over their ep_dp replicas makes that 1/world, as for
+    all other parameters, also when backward runs several times per step.
 
     Attributes:
         enabled: off for all but the last micro-batch of a step.

@@ -27,17 +27,17 @@ from lightning_moe.parallel.mesh import (
 )
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import materialize, sync_replicas
+from lightning_moe.parallel.transports import LargerBatches, Transport, make_transport
 from lightning_moe.step.window import close_window, divide_ahead
 from lightning_moe.strategy.agreement import StopRequest, layer_options, refuse_different
 from lightning_moe.strategy.expert_backends import settle_backends
 from lightning_moe.strategy.joint_stages import JointStages
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
 from lightning_moe.strategy.options import (
-    DispatcherName,
-    DispatchOptions,
     check_options,
     refuse_lbfgs,
     refuse_mixed_float16,
+    sized_for_data,
 )
 from lightning_moe.strategy.plain import restore_rng
 from lightning_moe.strategy.released_weights import ReleasedWeights
@@ -55,13 +55,9 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
     Args:
         expert_parallel: ranks that share out the experts of a layer; must divide the number of experts and of
             ranks. `auto`: as many as fit into one node.
-        dispatcher: `all_to_all` (no token is dropped) or `static` (fixed shapes and no host sync; what overflows an
-            expert's capacity is dropped in training).
-        capacity_factor: slots of an expert over its even share; `static` only.
-        overflow: who keeps a slot when there are too few: `position` (earlier tokens) or `weight` (larger weights);
-            `static` only.
-        receive_limit: rows that one rank may receive per layer and micro-batch under `all_to_all`; more is an error
-            on all ranks. None: no limit; a rank may receive up to ranks * tokens * top_k rows.
+        dispatcher: `all_to_all` (no token is dropped), `static` (fixed shapes and no host sync; drops in training what
+            overflows an expert's capacity), or a transport with its options: `StaticDispatch(capacity_factor=2.0)`.
+        capacity_factor, overflow, warmup_tokens, receive_limit: options of the transport where it is given by name.
         distributed_optimizer: split optimizer state over replicas (more than one rank only).
         bucket_mb: size of one gradient message (MiB).
         timeout: how long a collective may take before all ranks give up (at least one second; seconds, or a
@@ -80,9 +76,10 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         self,
         expert_parallel: int | Literal["auto"] = "auto",
         *,
-        dispatcher: DispatcherName = "all_to_all",
-        capacity_factor: float = 1.25,
-        overflow: Overflow = "position",
+        dispatcher: str | Transport = "all_to_all",
+        capacity_factor: float | None = None,
+        overflow: Overflow | None = None,
+        warmup_tokens: int | None = None,
         receive_limit: int | None = None,
         distributed_optimizer: bool = True,
         bucket_mb: float = 25.0,
@@ -102,10 +99,11 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         limit = timedelta(seconds=seconds)
         super().__init__(timeout=limit, start_method=start_method, **lightning_options)
         self.expert_parallel = expert_parallel
-        self.dispatch = DispatchOptions(
-            dispatcher=dispatcher,
+        self.transport = make_transport(
+            dispatcher,
             capacity_factor=capacity_factor,
             overflow=overflow,
+            warmup_tokens=warmup_tokens,
             receive_limit=receive_limit,
         )
         self.distributed_optimizer = distributed_optimizer
@@ -115,6 +113,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         self.sharded: ShardedState | None = None
         self.reducer: GradientReducer | None = None
         self._rng_to_restore: dict[str, Any] | None = None
+        self._larger = LargerBatches()
         self._stop = StopRequest()
         self._predict_batches: list[tuple[int, int]] = []
 
@@ -132,7 +131,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
     def setup_environment(self) -> None:
         """Check sizes, connect the ranks, spread the experts of layers that exist already."""
         shape = self._shape()
-        self.dispatch.check_mesh(self.expert_parallel, shape.ep)
+        self.transport.check_ranks(shape.ep, requested=self.expert_parallel)
         limit = self._timeout
         assert limit is not None
         self._timeout = max(limit, _START_LIMIT)
@@ -146,7 +145,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             f"expert parallel over {shape.world} ranks: ep={shape.ep} (ranks that share out the experts), "
             f"ep_dp={shape.ep_dp} (replicas of each expert)"
         )
-        self._spread_experts()
+        self._spread_experts(self.transport)
 
     def _shape(self) -> MeshShape:
         assert self.lightning_module is not None
@@ -158,7 +157,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             ranks_per_node=self.num_processes,
         )
 
-    def _spread_experts(self) -> None:
+    def _spread_experts(self, transport: Transport) -> None:
         mesh = self._connected()
         assert self.lightning_module is not None
 
@@ -166,7 +165,7 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             self.lightning_module,
             mesh.shape,
             mesh.rank,
-            lambda layer: self.dispatch.build(mesh.ep, layer.config),
+            lambda layer: transport.build(mesh.ep, layer.config, self._larger),
         )
 
     def _connected(self) -> ProcessMesh:
@@ -184,13 +183,14 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         mesh, module = self._connected(), self.lightning_module
+        transport = sized_for_data(self.transport, trainer)
         if mesh.shape.world > 1:
-            refuse_different(gather_objects(self._options_of_layers(module)))
+            refuse_different(gather_objects(self._options_of_layers(module, transport)))
         refuse_mixed_float16(self.precision_plugin, self.world_size)
         # Layers that `configure_model` built after `setup_environment`.
         for layer in moe_layers(module):
             mesh.shape.experts_of(mesh.rank, layer.config.num_experts)
-        self._spread_experts()
+        self._spread_experts(transport)
         materialize(module, self.root_device, mesh.world)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -207,9 +207,10 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             self._follow_optimizers()
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _options_of_layers(self, module: nn.Module) -> dict[str, object]:
+    def _options_of_layers(self, module: nn.Module, transport: Transport) -> dict[str, object]:
         return {
-            "strategy": self.dispatch,
+            "strategy.dispatcher": type(transport).__name__,
+            "strategy": transport,
             "strategy.distributed_optimizer": self.distributed_optimizer,
             "strategy.bucket_mb": self.bucket_mb,
             **layer_options(module, self.precision_plugin),
@@ -282,11 +283,13 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         model: L.LightningModule | nn.Module | None = None,
         **options: Any,
     ) -> object:
-        """Close the step's window before any callback or clipping sees gradients (`step.StepWindow`)."""
+        """Once gradients are there, refuse micro-batches that were too large, then close the step's window."""
 
         def closed() -> object:
             result = closure()
             assert self.lightning_module is not None
+            if self.transport.fixed_shapes:
+                self._larger.refuse(self._connected().world, self.root_device)
             close_window(self.lightning_module)
             return result
 

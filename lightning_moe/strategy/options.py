@@ -1,42 +1,29 @@
-"""The strategy's options: what each may be, which of them go together, and the dispatcher that they ask for."""
+"""The strategy's options: what each may be, and which of them go together."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
+import lightning as L
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
 
-from lightning_moe.config import MoEConfig
 from lightning_moe.config.checks import (
-    AT_LEAST_ONE,
-    Interval,
+    between,
     check_bools,
     check_choices,
     check_floats,
-    check_ints,
-    given,
 )
-from lightning_moe.nn import Dispatcher, LocalDispatcher
-from lightning_moe.ops.capacity import Overflow
-from lightning_moe.parallel.collectives import AxisGroup
-from lightning_moe.parallel.transports.all_to_all import AllToAllDispatcher
-from lightning_moe.parallel.transports.static import StaticDispatcher
-
-DispatcherName = Literal["all_to_all", "static"]
+from lightning_moe.parallel.transports import Transport
 
 _START_METHODS: Final = ("popen", *get_all_start_methods())
 
 
-def _between(lowest: float, highest: float, text: str) -> Interval:
-    return Interval(text, lambda number: lowest <= number <= highest)
-
-
 # Wide enough for any use, and far from where clocks, sizes of messages and numbers of slots overflow.
-_TIMEOUT_S: Final = _between(1.0, 30 * 24 * 3600.0, "between 1 second and 30 days")
-_BUCKET_MIB: Final = _between(1e-6, 1e6, "between 1e-6 (one byte) and 1e6")
-_CAPACITY_FACTOR: Final = _between(1e-3, 1e4, "between 0.001 and 10000")
+_TIMEOUT_S: Final = between(1.0, 30 * 24 * 3600.0, "between 1 second and 30 days")
+_BUCKET_MIB: Final = between(1e-6, 1e6, "between 1e-6 (one byte) and 1e6")
 
 # What `DDPStrategy` takes and this strategy serves as well.
 _LIGHTNING_OPTIONS: Final = frozenset(
@@ -106,67 +93,19 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer], ep: int) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DispatchOptions:
-    """How tokens get to their experts; the attributes are arguments of `ExpertParallelStrategy`.
+def sized_for_data(transport: Transport, trainer: L.Trainer) -> Transport:
+    """The transport for micro-batches of batch_size x sequence_length tokens, if the training data tell both numbers.
 
-    Raises:
-        TypeError: for a number of the wrong type.
-        ValueError: for a value that can't work, and for one that the chosen dispatcher doesn't read.
+    A data module has them itself or in its `config`; of a loader, the data set has the second.
     """
-
-    dispatcher: DispatcherName
-    capacity_factor: float
-    overflow: Overflow
-    receive_limit: int | None
-
-    def __post_init__(self) -> None:
-        """Check every option, then that the dispatcher reads it."""
-        check_choices("strategy", get_args(DispatcherName), dispatcher=self.dispatcher)
-        check_choices("strategy", get_args(Overflow), overflow=self.overflow)
-        check_floats("strategy", _CAPACITY_FACTOR, capacity_factor=self.capacity_factor)
-        check_ints("strategy", AT_LEAST_ONE, **given(receive_limit=self.receive_limit))
-        if self.dispatcher == "static" and self.receive_limit is not None:
-            raise ValueError(
-                f"strategy.receive_limit={self.receive_limit} has no effect with strategy.dispatcher=static, whose "
-                "capacity_factor is the limit; unset it"
+    if trainer.state.fn == TrainerFn.FITTING:
+        source = trainer.fit_loop._data_source.instance
+        if isinstance(source, L.LightningDataModule | DataLoader):
+            owners = source, getattr(source, "config", None), getattr(source, "dataset", None)
+            rows, length = (
+                next((size for o in owners if type(size := getattr(o, name, None)) is int), None)
+                for name in ("batch_size", "sequence_length")
             )
-        if self.dispatcher != "static" and (self.capacity_factor, self.overflow) != (
-            1.25,
-            "position",
-        ):
-            raise ValueError(
-                f"strategy.capacity_factor={self.capacity_factor} and strategy.overflow={self.overflow} have no "
-                "effect with strategy.dispatcher=all_to_all, which drops nothing; unset them or choose static"
-            )
-
-    def check_mesh(self, expert_parallel: int | str, ep: int) -> None:
-        """Check that rows travel at all if there is a limit on them.
-
-        Args:
-            expert_parallel: as asked for.
-            ep: ranks that share out the experts; what became of it.
-
-        Raises:
-            ValueError: if the limit has no effect.
-        """
-        if ep == 1 and self.receive_limit is not None:
-            here = ", which is 1 here" if expert_parallel == "auto" else ""
-            raise ValueError(
-                f"strategy.receive_limit={self.receive_limit} has no effect with strategy.expert_parallel="
-                f"{expert_parallel}{here}: each rank has all experts, and no row travels; unset it"
-            )
-
-    def build(self, group: AxisGroup, layer: MoEConfig) -> Dispatcher:
-        """A dispatcher for one layer, whose experts the ranks of `group` share out."""
-        if self.dispatcher == "static":
-            return StaticDispatcher(
-                group,
-                num_experts=layer.num_experts,
-                top_k=layer.router.top_k,
-                capacity_factor=self.capacity_factor,
-                overflow=self.overflow,
-            )
-        if group.size == 1:
-            return LocalDispatcher()
-        return AllToAllDispatcher(group, receive_limit=self.receive_limit)
+            if rows is not None and length is not None:
+                return transport.for_micro_batches(rows * length)
+    return transport

@@ -38,7 +38,7 @@ DIFFERENCES: dict[str, list[dict[str, dict[str, Any]]]] = {
         {"plugin": {"experts": "mxfp8", "emulate": True}},
         {},
     ],
-    "strategy.dispatcher is static on rank 0 and all_to_all on rank 1;": [
+    "strategy.dispatcher is StaticDispatch on rank 0 and AllToAllDispatch on rank 1;": [
         {"strategy": {"dispatcher": "static"}},
         {},
     ],

@@ -150,6 +150,8 @@ def test_the_static_dispatcher_sends_no_counts() -> None:
     for steps in run_ranks(_ledgers, 2, 2, 1, {}, options, timeout_s=120):
         calls, sent = steps[0]
         assert ("all_gather", "ep") not in calls
+        # One message per step, whether any rank had a larger batch than there is room for.
+        assert calls["all_reduce", "world"] == OTHER + 1
         # 14 tokens of a rank, 2 choices of 4 experts, 1.25: 16 slots of 16 floats for 4 experts, 8 times.
         assert sent["all_to_all", "ep"] == 8 * 4 * 16 * 16 * 4
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_moe import ExpertParallelStrategy
+from lightning_moe import ExpertParallelStrategy, StaticDispatch
 from tests.kit.modules import Regression
 from tests.kit.rank_runs import Recorded, batches, config, fit, parallel
 from tests.kit.rank_trainers import rank_trainer, torchrun_variables
@@ -82,7 +82,19 @@ def test_a_limit_on_rows_is_refused_where_none_travel(
             {"dispatcher": "static", "capacity_factor": 1e18},
             r"strategy.capacity_factor=1e\+18 must",
         ),
-        ({"capacity_factor": 2.0}, "have no effect with strategy.dispatcher=all_to_all"),
+        (
+            {"capacity_factor": 2.0},
+            "strategy.capacity_factor=2.0 has no effect with strategy.dispatcher=all_to_all, which has "
+            "receive_limit; unset it, or choose static",
+        ),
+        (
+            {"dispatcher": StaticDispatch(), "overflow": "weight"},
+            r"strategy.overflow=weight and strategy.dispatcher=StaticDispatch\(.*\) both give options",
+        ),
+        (
+            {"dispatcher": "static", "warmup_tokens": 0},
+            "strategy.warmup_tokens=0 must be at least 1",
+        ),
         ({"dispatcher": "static", "receive_limit": 9}, "receive_limit=9 has no effect"),
         ({"receive_limit": 0}, "strategy.receive_limit=0 must be at least 1"),
         ({"bucket_mb": 0.0}, "strategy.bucket_mb=0.0 must be finite and between 1e-6"),

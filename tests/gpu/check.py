@@ -27,8 +27,7 @@ from lightning_moe.config import (
 )
 from lightning_moe.nn import MoE, MoETransformer
 from lightning_moe.ops.top_experts import top_experts
-from lightning_moe.parallel import AxisGroup, Ledger
-from lightning_moe.parallel.transports.static import StaticDispatcher
+from lightning_moe.parallel import AxisGroup, Ledger, StaticDispatch
 from tests.gpu.linears import linear_accuracy, linear_speed
 from tests.gpu.measure import (
     GIB,
@@ -114,9 +113,7 @@ def waiting(size: Size, dispatcher: str, device: torch.device) -> Result:
         return Result(check="no host sync", subject=dispatcher, passed=None, detail=reason)
     if dispatcher == "static":
         alone = AxisGroup("ep", (0,), 0, None, Ledger())
-        static = StaticDispatcher(alone, num_experts=size.experts, top_k=size.top_k)
-        static.warmup(size.tokens, device)
-        layer.dispatcher = static
+        layer.dispatcher = StaticDispatch(warmup_tokens=size.tokens).build(alone, layer.config)
     # A choice by scores, since that is what training does.
     layer.router.config = replace(layer.router.config, uniform_expert_assignment=False)
     x, gradient = tokens(size, torch.bfloat16, device)

@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from lightning_moe.config import LatentMoEConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from lightning_moe.nn import MoE, z_loss
 from lightning_moe.parallel import (
+    AllToAllDispatch,
     AllToAllDispatcher,
     Ledger,
     MeshShape,
     ProcessMesh,
+    StaticDispatch,
     apply_expert_parallel,
 )
-from lightning_moe.parallel.transports.static import StaticDispatcher
 from tests.kit.randomized import randomized
 
 WIDTH = 6
@@ -124,12 +125,9 @@ def spread(layer: MoE, mesh: ProcessMesh, dispatcher: str, **options: Any) -> Mo
 
     def make(owner: MoE) -> Any:
         if dispatcher == "all_to_all":
-            return AllToAllDispatcher(mesh.ep, **options)
-        top_k, num_experts = owner.config.router.top_k, owner.config.num_experts
-        everything = {"capacity_factor": num_experts / top_k}
-        return StaticDispatcher(
-            mesh.ep, num_experts=num_experts, top_k=top_k, **{**everything, **options}
-        )
+            return AllToAllDispatcher(mesh.ep, AllToAllDispatch(**options))
+        everything = {"capacity_factor": owner.config.num_experts / owner.config.router.top_k}
+        return StaticDispatch(**{**everything, **options}).build(mesh.ep, owner.config)
 
     apply_expert_parallel(layer, mesh.shape, mesh.rank, make)
     return layer

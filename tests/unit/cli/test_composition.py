@@ -6,8 +6,10 @@ from typing import get_args
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from lightning_moe import StaticDispatch
 from lightning_moe.cli.conf_folder import find_conf
 from lightning_moe.cli.groups import list_groups, register_groups
 from lightning_moe.cli.options import read_options
@@ -45,6 +47,26 @@ def test_every_option_of_the_other_groups_composes(compose_train: Compose, group
     assert len(names) > 1
     for name in names:
         assert compose_train(f"{group}={name}")[group] is not None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["dispatcher=static", "capacity_factor=2.0", "overflow=weight", "warmup_tokens=9"],
+        [
+            "dispatcher={_target_: lightning_moe.StaticDispatch, capacity_factor: 2.0, overflow: weight, "
+            "warmup_tokens: 9}"
+        ],
+    ],
+)
+def test_a_transport_takes_its_options_by_name_or_as_a_dataclass(
+    compose_train: Compose, overrides: list[str]
+) -> None:
+    overrides = [f"strategy.{override}" for override in (*overrides, "timeout=50.0")]
+    strategy = instantiate(compose_train("strategy=expert_parallel", *overrides).strategy)
+    assert strategy.transport == StaticDispatch(
+        capacity_factor=2.0, overflow="weight", warmup_tokens=9
+    )
 
 
 def test_the_strategy_group_sets_a_word(compose_train: Compose) -> None:
