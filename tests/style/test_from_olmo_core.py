@@ -13,6 +13,7 @@ import yaml
 
 from lightning_moe import DataConfig, ExpertParallelStrategy, OptimConfig, TransformerConfig
 from lightning_moe.cli.command import COMMANDS
+from lightning_moe.parallel.transports import TRANSPORTS
 from tests.style.source import ROOT
 
 PAGE = ROOT / "docs" / "from-olmo-core.md"
@@ -65,6 +66,7 @@ def _check_option(key: str, value: str | None) -> None:
         return
     if value is not None:
         named = {choice for choice in _choices(hint) if isinstance(choice, str)}
+        named |= set(TRANSPORTS) if key == "strategy.dispatcher" else set()
         assert value in (named or {"true", "false"}), f"{key}={value}"
 
 
