@@ -1,6 +1,7 @@
 """Files that are whole or not there."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         OSError: if it can't be written; what was there before is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks and workers may write the same file.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Ranks may write the same file; and nobody can have put a symlink where the name is random.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -45,6 +45,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the token that ends a document; needed with a tokenizer.json",
     )
     parser.add_argument(
+        "--special-tokens",
+        choices=("text", "ids"),
+        default="text",
+        help="what the text of a special token within a document becomes: text like any other (default), or its id",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("auto", "uint16", "uint32"),
         default="auto",
@@ -67,6 +73,7 @@ def _prepare(options: argparse.Namespace) -> None:
             options.output,
             tokenizer=options.tokenizer,
             eos_token=options.eos_token,
+            special_tokens=options.special_tokens,
             dtype=options.dtype,
             num_workers=options.workers,
             overwrite=options.overwrite,

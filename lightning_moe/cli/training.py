@@ -42,6 +42,7 @@ def train(config: DictConfig) -> float:
     data = TokenDataModule(options.data)
     data.save_hyperparameters({"data": to_mapping(options.data)})
     data.setup("fit")
+    rank_zero_only(print_facts)({"data": data.describe()})
     module = MoEModule(options.model, options.optim)
     if checkpoint is not None:
         check_fits(module, checkpoint, _start(config))

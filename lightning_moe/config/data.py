@@ -32,8 +32,8 @@ class DataConfig:
         paths: text files, token files (.npy, .bin) or globs of either; empty takes the embedded
             corpus (the sources of Python's standard library).
         val_paths: files or globs to validate on; empty holds out a part of `paths`.
-        val_fraction: share of `paths` to hold out, in whole documents, above 0 and below 1;
-            None is 0.05. Only without `val_paths`.
+        val_fraction: share of the tokens of `paths` to hold out, in whole documents where these
+            are small, above 0 and below 1; None is 0.05. Only without `val_paths`.
         sequence_length: tokens of one row, at least 2.
         batch_size: rows per rank and micro-batch, at least 1.
         mask_documents: whether attention stays within a document.
@@ -42,7 +42,8 @@ class DataConfig:
         num_workers: processes per rank that read ahead; 0 reads in the training process.
         vocab_size: number of token ids; a source with a larger id is refused.
         eos_id: the token that ends a document.
-        token_dtype: numbers in .bin files that have no sidecar; None is uint16.
+        token_dtype: numbers in .bin files that have no sidecar; None is uint16, and refuses a file
+            that could as well hold wider numbers.
     """
 
     paths: tuple[str, ...] = ()
@@ -64,8 +65,8 @@ class DataConfig:
         self._check_sources()
         if self.eos_id >= self.vocab_size:
             raise ValueError(
-                f"data.eos_id={self.eos_id} is outside of data.vocab_size={self.vocab_size}; "
-                f"raise data.vocab_size to at least {self.eos_id + 1}"
+                f"data.eos_id={self.eos_id} is outside of data.vocab_size={self.vocab_size}; the model "
+                f"needs model.vocab_size (which data.vocab_size must equal) of at least {self.eos_id + 1}"
             )
 
     @property

@@ -2,10 +2,13 @@
 
 import glob
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import dropwhile
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -44,8 +47,9 @@ class Document:
 def find_files(patterns: Sequence[str], *, option: str = "data.paths") -> list[tuple[str, Path]]:
     """Files behind paths and globs (`**` is recursive) with their names, sorted by name.
 
-    A file that several patterns match comes once. A name is relative to the part of the pattern
-    before the first wildcard, so it is the same on every machine.
+    A file that several patterns match comes once, and so does a folder that symlinks give several
+    names. A name is relative to the part of the pattern before the first wildcard, so it is the
+    same on every machine.
 
     Raises:
         FileNotFoundError: if a path does not exist or a glob matches no file.
@@ -60,27 +64,58 @@ def find_files(patterns: Sequence[str], *, option: str = "data.paths") -> list[t
 
 def _match(pattern: str, option: str) -> Iterator[tuple[str, Path]]:
     path = Path(pattern)
-    if path.is_dir():
+    # os.path answers False where a Path raises: a name too long, a folder that can't be entered.
+    if os.path.isdir(path):
         raise ValueError(f"{option}={pattern!r} is a folder; write {str(path / '**' / '*.txt')!r}")
-    if path.is_file():
+    if os.path.isfile(path):
         yield path.name, path
         return
     if not glob.has_magic(pattern):
-        raise FileNotFoundError(f"{option}={pattern!r} does not exist; check the path")
-    files = [match for match in map(Path, glob.glob(pattern, recursive=True)) if match.is_file()]
+        raise FileNotFoundError(
+            f"{option}={pattern!r} {'is no regular file' if os.path.exists(path) else 'does not exist'}; "
+            f"check the path"
+        )
+    root, wildcards = _divide(path)
+    files = [file for file in _matches(root, wildcards) if os.path.isfile(file)]
     if not files:
         raise FileNotFoundError(
             f"{option}={pattern!r} matches no file; check the glob ('**/' searches in sub-folders)"
         )
-    root = _folder_before_wildcard(path)
     for file in files:
         yield file.relative_to(root).as_posix(), file
 
 
-def _folder_before_wildcard(pattern: Path) -> Path:
+def _divide(pattern: Path) -> tuple[Path, tuple[str, ...]]:
+    """The folder before the first wildcard, and the parts from there on."""
     parts = pattern.parts
     first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    return Path(*parts[:first])
+    return Path(*parts[:first]), parts[first:]
+
+
+def _matches(root: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """What `glob` finds, but `**` enters each real folder once: symlinks can form loops."""
+    if "**" not in parts:
+        yield from sorted(root / match for match in glob.glob(str(Path(*parts)), root_dir=root))
+        return
+    first = parts.index("**")
+    after = tuple(dropwhile(lambda part: part == "**", parts[first:]))
+    roots = [root] if first == 0 else _matches(root, parts[:first])
+    for folder in _folders(roots):
+        yield from _matches(folder, after or ("*",))
+
+
+def _folders(roots: Iterable[Path]) -> Iterator[Path]:
+    """`roots` and the folders below them, without hidden ones; those behind symlinks come last."""
+    waiting, seen = deque(roots), set()
+    while waiting:
+        for folder, names, _ in os.walk(waiting.popleft()):
+            path = Path(folder)
+            real = path.resolve()
+            names[:] = [] if real in seen else sorted(n for n in names if not n.startswith("."))
+            if real not in seen:
+                seen.add(real)
+                yield path
+            waiting.extend(path / name for name in names if (path / name).is_symlink())
 
 
 def text_documents(
@@ -136,26 +171,36 @@ def _is_source(name: PurePosixPath) -> bool:
     )
 
 
-def split_documents(
-    documents: Sequence[Document], fraction: float
-) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents; about `fraction` of them, at least one, validate.
+def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], int]:
+    """All documents, those to train on first, and the number of their tokens to train on.
 
-    A hash of the name decides, so neither the machine nor the order of files matters, and a new
-    document leaves the others where they are. Both keep the order of `documents`.
-
-    Raises:
-        ValueError: if there are fewer than two documents.
+    Tokens are bytes and one end per document. About `fraction` of them validate, in whole documents
+    where these are small: a hash of the name chooses, so neither the machine nor the order of files
+    matters, and a new document leaves the others where they are, mostly. None is chosen that would
+    make it more than twice the share. Where less than half of the share can be held out in whole
+    documents, the end of one more makes up for it: that document lies across the boundary.
     """
-    if len(documents) < 2:  # noqa: PLR2004 - one document for each side
-        raise ValueError(f"{len(documents)} document can't be split into training and validation")
+    sizes = [document.num_bytes() + 1 for document in documents]
+    total = sum(sizes)
+    wanted = fraction * total
+    most = min(2 * wanted, (wanted + total) / 2)
     places = [_place(document.name) for document in documents]
-    held_out = {i for i, place in enumerate(places) if place < fraction}
     by_place = sorted(range(len(documents)), key=lambda i: (places[i], documents[i].name))
-    held_out = (held_out or {by_place[0]}) - {by_place[-1]}
-    train = [document for i, document in enumerate(documents) if i not in held_out]
-    val = [document for i, document in enumerate(documents) if i in held_out]
-    return train, val
+    held_out: set[int] = set()
+    num_held_out = 0
+    for i in by_place:
+        is_chosen = places[i] < fraction or num_held_out < wanted / 2
+        if is_chosen and num_held_out + sizes[i] <= most:
+            held_out.add(i)
+            num_held_out += sizes[i]
+    num_train = total - num_held_out
+    cut: list[int] = []
+    if num_held_out < wanted / 2:
+        # What could not be held out whole is longer than what is missing.
+        cut = [next(i for i in by_place if i not in held_out)]
+        num_train = round(total * (1 - fraction))
+    whole = [i for i in range(len(documents)) if i not in held_out and i not in cut]
+    return [documents[i] for i in [*whole, *cut, *sorted(held_out)]], num_train
 
 
 def _place(name: str) -> float:

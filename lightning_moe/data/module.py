@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_moe.config.data import DataConfig
@@ -99,15 +100,19 @@ class TokenDataModule(L.LightningDataModule):
         return self._splits.val_bytes_per_token
 
     def describe(self) -> str:
-        """Source and sizes in one line."""
+        """Source, sizes and the share to validate on, in one line."""
         config, splits = self.config, self._splits
+        num_train, num_val = len(splits.train), len(splits.val)
         return (
-            f"{splits.source}: {len(splits.train):,} training and {len(splits.val):,} validation "
-            f"tokens in rows of {config.sequence_length}, {config.batch_size} rows per rank"
+            f"{splits.source}: {num_train:,} training and {num_val:,} validation tokens "
+            f"({num_val / (num_train + num_val):.1%}) in rows of {config.sequence_length}, "
+            f"{config.batch_size} rows per rank"
         )
 
     def setup(self, stage: str = "fit") -> None:
         """Read the sources, once, and check that each split that `stage` needs has a row.
+
+        Before training the log says how the tokens are split.
 
         Raises:
             FileNotFoundError: if a source does not exist.
@@ -115,6 +120,7 @@ class TokenDataModule(L.LightningDataModule):
         """
         if stage == "fit":
             _check_rows(self._train_dataset, "training", self.config.sequence_length + 1)
+            rank_zero_info(self.describe())
         # The last validation row need not be full: one token and the one to predict.
         _check_rows(self._val_dataset, "validation", 2)
 

@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from io import BytesIO
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final, Literal, get_args
 
 import numpy as np
 
 from lightning_moe.config.data import TOKEN_SUFFIXES
 from lightning_moe.data.corpus import Document, embedded_documents, text_documents
 from lightning_moe.data.sidecar import Sidecar, sidecar_path
-from lightning_moe.data.tokenizers import Tokenizer, load_tokenizer
+from lightning_moe.data.tokenizers import SpecialTokens, Tokenizer, load_tokenizer
 from lightning_moe.data.tokens import IdArray
 from lightning_moe.files import atomic_write
 
@@ -31,8 +32,7 @@ class _Job:
     """Documents to encode in one go, and how."""
 
     documents: list[Document]
-    tokenizer: str
-    eos_token: str | None
+    tokenizer: tuple[str, str | None, SpecialTokens]
     dtype: str
 
 
@@ -51,6 +51,7 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
     *,
     tokenizer: str = "byte",
     eos_token: str | None = None,
+    special_tokens: SpecialTokens = "text",
     dtype: Literal["auto", "uint16", "uint32"] = "auto",
     num_workers: int = 1,
     overwrite: bool = False,
@@ -67,6 +68,8 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
         output: a `.bin` or `.npy` file.
         tokenizer: `byte`, or the path of a Hugging Face `tokenizer.json`.
         eos_token: the text of the token that ends a document; needed with a `tokenizer.json`.
+        special_tokens: what the text of a special token within a document becomes: `text` like
+            any other, so that EOS stands at ends of documents only, or `ids` of special tokens.
         dtype: numbers of the file; `auto` takes uint16 where the vocabulary fits.
         num_workers: processes that encode; 1 encodes in this one.
         overwrite: whether an existing file may be replaced.
@@ -85,15 +88,22 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
     _check_output(output, overwrite=overwrite)
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers} must be at least 1")
-    loaded = load_tokenizer(tokenizer, eos_token)
+    if special_tokens not in get_args(SpecialTokens):
+        raise ValueError(f"special_tokens={special_tokens!r} must be text or ids")
+    options = (tokenizer, eos_token, special_tokens)
+    loaded = load_tokenizer(*options)
     dtype_name = _choose_dtype(dtype, loaded.vocab_size)
     documents = _documents(sources)
-    jobs = (_Job(chunk, tokenizer, eos_token, dtype_name) for chunk in _chunks(documents))
+    if overwrite:
+        _check_inputs_stay(output, [Path(tokenizer), *(d.path for d in documents if d.path)])
+    jobs = (_Job(chunk, options, dtype_name) for chunk in _chunks(documents))
     with atomic_write(output) as file:
         if output.suffix == ".npy":
             file.write(bytes(_NPY_HEADER_BYTES))
         results = _run(jobs, loaded, num_workers)
-        totals = _write(file, results, len(documents), progress)
+        if progress is not None:
+            results = _reported(results, len(documents), progress)
+        totals = _write(file, results, loaded.eos_id)
         if output.suffix == ".npy":
             _write_npy_header(file, totals.num_tokens, dtype_name)
         sidecar = Sidecar(
@@ -101,7 +111,7 @@ def prepare_tokens(  # noqa: PLR0913 - the options of a command
             vocab_size=loaded.vocab_size,
             eos_id=loaded.eos_id,
             num_tokens=totals.num_tokens,
-            num_documents=len(documents),
+            num_documents=totals.num_ends,
             num_bytes=totals.num_bytes,
             tokenizer=loaded.name,
             max_token_id=totals.max_token_id,
@@ -144,9 +154,20 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
     if not output.parent.is_dir():
         raise FileNotFoundError(f"output={str(output)!r}: there is no folder {output.parent}")
     for path in (output, sidecar_path(output)):
+        if path.exists() and not path.is_file():
+            raise FileExistsError(f"{path} exists and is no file; choose another output")
         if path.exists() and not overwrite:
             raise FileExistsError(
                 f"{path} exists; pass overwrite=True (on the command line --overwrite) or choose another output"
+            )
+
+
+def _check_inputs_stay(output: Path, inputs: Sequence[Path]) -> None:
+    written = {output.resolve(), sidecar_path(output).resolve()}
+    for path in inputs:
+        if path.resolve() in written:
+            raise ValueError(
+                f"output={str(output)!r} would replace {path}, which is read; choose another output"
             )
 
 
@@ -157,7 +178,10 @@ def _choose_dtype(dtype: str, vocab_size: int) -> str:
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype={dtype!r} must be one of auto, uint16, uint32")
     if dtype == "uint16" and needed == "uint32":
-        raise ValueError(f"dtype=uint16 can't hold {vocab_size} ids; choose dtype=auto or uint32")
+        raise ValueError(
+            f"dtype=uint16 can't hold id {vocab_size - 1} of the tokenizer; "
+            f"choose dtype=auto or uint32"
+        )
     return dtype
 
 
@@ -198,41 +222,58 @@ def _run(jobs: Iterator[_Job], tokenizer: Tokenizer, num_workers: int) -> Iterat
 
 
 def _encode_in_worker(job: _Job) -> _Encoded:
-    return _encode(job, load_tokenizer(job.tokenizer, job.eos_token))
+    return _encode(job, _load_once(*job.tokenizer))
+
+
+# A worker gets many jobs; the process that calls reads the file anew each time, as it may change.
+_load_once = lru_cache(maxsize=1)(load_tokenizer)
 
 
 def _encode(job: _Job, tokenizer: Tokenizer) -> _Encoded:
-    eos = np.array([tokenizer.eos_id], dtype=job.dtype)
+    eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     runs: list[IdArray] = []
     num_bytes = 0
     for document in job.documents:
         text = document.read()
         num_bytes += len(text)
-        runs += [tokenizer.encode(text).astype(job.dtype), eos]
-    return _Encoded(np.concatenate(runs), len(job.documents), num_bytes)
+        try:
+            runs += [tokenizer.encode(text), eos]
+        except ValueError as error:
+            raise ValueError(f"document {document.name!r}: {error}") from error
+    ids = np.concatenate(runs)
+    if ids.max() >= tokenizer.vocab_size:
+        raise ValueError(f"the tokenizer gave id {ids.max()}, which its vocabulary doesn't have")
+    return _Encoded(ids.astype(job.dtype), len(job.documents), num_bytes)
 
 
 @dataclass(slots=True)
 class _Totals:
     num_tokens: int = 0
+    num_ends: int = 0
     num_bytes: int = 0
     max_token_id: int = 0
 
 
-def _write(
-    file: BinaryIO, results: Iterator[_Encoded], num_documents: int, progress: Progress | None
-) -> _Totals:
+def _write(file: BinaryIO, results: Iterator[_Encoded], eos_id: int) -> _Totals:
     totals = _Totals()
-    num_done = 0
     for result in results:
         file.write(result.ids.tobytes())
         totals.num_tokens += len(result.ids)
+        totals.num_ends += int(np.count_nonzero(result.ids == eos_id))
         totals.num_bytes += result.num_bytes
         totals.max_token_id = max(totals.max_token_id, int(result.ids.max()))
-        num_done += result.num_documents
-        if progress is not None:
-            progress(num_done, num_documents)
     return totals
+
+
+def _reported(
+    results: Iterator[_Encoded], num_documents: int, progress: Progress
+) -> Iterator[_Encoded]:
+    """The results, each reported when the next one is asked for."""
+    num_done = 0
+    for result in results:
+        yield result
+        num_done += result.num_documents
+        progress(num_done, num_documents)
 
 
 def _write_npy_header(file: BinaryIO, num_tokens: int, dtype: str) -> None:

@@ -83,12 +83,9 @@ def _text_splits(config: DataConfig) -> Splits:
         _warn_empty(num_empty)
         train = encode_documents(documents, config.eos_id)
         val = encode_documents(val_documents, config.eos_id)
-    elif len(documents) == 1:
-        train, val = _hold_out_end(encode_documents(documents, config.eos_id), config)
     else:
-        train_documents, val_documents = split_documents(documents, config.holdout_fraction)
-        train = encode_documents(train_documents, config.eos_id)
-        val = encode_documents(val_documents, config.eos_id)
+        documents, num_train = split_documents(documents, config.holdout_fraction)
+        train, val = encode_documents(documents, config.eos_id).split(num_train)
     return Splits(
         train=train, val=val, val_bytes_per_token=_count_bytes_per_token(val), source=source
     )
@@ -132,15 +129,17 @@ def _open_all(patterns: Sequence[str], config: DataConfig, option: str) -> list[
 
 
 def _hold_out_end(stream: TokenStream, config: DataConfig) -> tuple[TokenStream, TokenStream]:
-    """Cut off the last documents, or the end of the only one, for validation."""
+    """Cut off the last documents, or the end of one, for validation.
+
+    The cut is at the end of a document if that leaves at least half of the share to validate on.
+    """
     wanted = round(len(stream) * (1 - config.holdout_fraction))
+    latest = (wanted + len(stream)) // 2
     position = wanted
-    # The last token ends the last document and leaves nothing behind it.
-    for chunk in stream.chunks(start=wanted):
+    for chunk in stream.chunks(start=wanted, stop=latest):
         ends = np.flatnonzero(chunk == config.eos_id)
         if ends.size:
-            end = position + int(ends[0]) + 1
-            return stream.split(end if end < len(stream) else wanted)
+            return stream.split(position + int(ends[0]) + 1)
         position += len(chunk)
     return stream.split(wanted)
 

@@ -1,10 +1,14 @@
 """Documents from files and from Python itself, and their split."""
 
+import glob
 import re
 import sysconfig
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_moe.data.corpus import (
     Document,
@@ -44,6 +48,45 @@ def test_a_file_that_two_patterns_match_comes_once(tmp_path: Path) -> None:
     write(tmp_path, b="b", a="a")
     patterns = [str(tmp_path / "b.txt"), str(tmp_path / "*.txt")]
     assert [name for name, _ in find_files(patterns)] == ["a.txt", "b.txt"]
+
+
+def test_each_folder_is_entered_once_whatever_symlinks_say(tmp_path: Path) -> None:
+    write(tmp_path, a="a", sub__c="c")
+    (tmp_path / "sub" / "up").symlink_to(tmp_path)
+    (tmp_path / "sub" / "again").symlink_to(tmp_path / "sub")
+    (tmp_path / "aaa").symlink_to(tmp_path / "sub")
+    files = find_files([str(tmp_path / "**" / "*.txt")])
+    # A name doesn't lead through a symlink where there is one that does not.
+    assert [name for name, _ in files] == ["a.txt", "sub/c.txt"]
+
+
+def test_a_folder_behind_a_symlink_is_searched(tmp_path: Path) -> None:
+    write(tmp_path, other__c="c")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "more").symlink_to(tmp_path / "other")
+    assert [name for name, _ in find_files([str(tmp_path / "corpus" / "**" / "*.txt")])] == [
+        "more/c.txt"
+    ]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["**/*.txt", "**", "**/**/*.txt", "s*/**", "**/d*/**/*.txt", "*/*.txt", "[s]ub/**/?.txt"],
+)
+def test_globs_find_what_the_standard_library_finds(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path, a="a", sub__c="c", _hidden="h")
+    (tmp_path / "sub" / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "sub" / "deep" / "er" / "d.txt").write_text("d")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "e.txt").write_text("e")
+    expected = set(glob.glob(pattern, root_dir=tmp_path, recursive=True))
+    found = [path for _, path in find_files([str(tmp_path / pattern)])]
+    assert found == sorted(tmp_path / name for name in expected if (tmp_path / name).is_file())
+
+
+def test_a_name_that_no_file_can_have_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match=r"data.paths='aaa.*' does not exist"):
+        find_files(["a" * 5000])
 
 
 def test_a_name_with_brackets_is_a_file_before_it_is_a_glob(tmp_path: Path) -> None:
@@ -106,22 +149,41 @@ def documents(*names: str) -> list[Document]:
     return [Document(name=name, content=name.encode()) for name in names]
 
 
+def held_out(texts: list[Document], fraction: float) -> list[str]:
+    """Names of the documents that are for validation as a whole."""
+    ordered, num_train = split_documents(texts, fraction)
+    starts = accumulate((text.num_bytes() + 1 for text in ordered), initial=0)
+    return [text.name for text, start in zip(ordered, starts, strict=False) if start >= num_train]
+
+
 def test_the_split_depends_on_names_only_and_a_new_document_moves_no_other() -> None:
     names = [f"{i}.txt" for i in range(200)]
-    train, val = split_documents(documents(*names), 0.1)
-    assert sorted(d.name for d in train + val) == sorted(names)
+    ordered, _ = split_documents(documents(*names), 0.1)
+    val = held_out(documents(*names), 0.1)
+    assert sorted(d.name for d in ordered) == sorted(names)
     assert 8 <= len(val) <= 35
-    _, again = split_documents(documents(*reversed(names), "new.txt"), 0.1)
-    assert {d.name for d in again} - {"new.txt"} == {d.name for d in val}
+    again = held_out(documents(*reversed(names), "new.txt"), 0.1)
+    assert {*again} - {"new.txt"} == {*val}
 
 
-@pytest.mark.parametrize("fraction", [0.0001, 0.9999])
-def test_both_sides_of_a_split_get_a_document(fraction: float) -> None:
-    train, val = split_documents(documents("a", "b", "c"), fraction)
-    assert train
-    assert val
+@given(
+    st.lists(st.integers(1, 10_000), min_size=1, max_size=30),
+    st.sampled_from([0.02, 0.05, 0.3, 0.5, 0.9]),
+)
+def test_validation_gets_between_half_and_twice_its_share_of_any_sizes(
+    sizes: list[int], fraction: float
+) -> None:
+    texts = [Document(name=str(i), content=b"x" * size) for i, size in enumerate(sizes)]
+    ordered, num_train = split_documents(texts, fraction)
+    total = sum(sizes) + len(sizes)
+    assert sorted(text.name for text in ordered) == sorted(text.name for text in texts)
+    assert fraction / 2 * total - 1 <= total - num_train <= 2 * fraction * total + 1
+    assert num_train >= (1 - fraction) / 2 * total - 1
 
 
-def test_one_document_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match="1 document can't be split"):
-        split_documents(documents("a"), 0.5)
+def test_at_most_one_document_lies_across_the_boundary() -> None:
+    texts = [Document(name=name, content=b"x" * 999) for name in "abc"]
+    ordered, num_train = split_documents(texts, 0.1)
+    # No document of 1,000 tokens fits into twice 300 of 3,000.
+    assert (len(ordered), num_train) == (3, 2700)
+    assert held_out(texts, 0.1) == []

@@ -24,7 +24,7 @@ def test_defaults_read_the_embedded_corpus_and_hold_out_a_twentieth() -> None:
         ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
         ({"val_fraction": 0.0}, "data.val_fraction=0.0 must be finite and above 0 and below 1"),
         ({"val_fraction": 1.0}, "data.val_fraction=1.0 must be finite and above 0 and below 1"),
-        ({"eos_id": 264}, "data.eos_id=264 is outside of data.vocab_size=264; raise"),
+        ({"eos_id": 264}, "data.eos_id=264 is outside of data.vocab_size=264; the model needs"),
         ({"paths": ("a.bin",), "token_dtype": "int64"}, "data.token_dtype='int64' must be one of"),
         (
             {"paths": ("a.txt",), "val_paths": ("b.txt",), "val_fraction": 0.1},

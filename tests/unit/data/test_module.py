@@ -64,11 +64,40 @@ def test_token_files_hold_out_their_last_whole_documents(tmp_path: Path) -> None
     # 18 tokens: documents of 6 and 7 bytes, and 2 bytes.
     path = tmp_path / "t.bin"
     prepare_tokens([write_texts(tmp_path, b"a" * 6, b"b" * 7, b"c" * 2)], path)
-    data = TokenDataModule.from_tokens(str(path), val_fraction=0.5)
-    # Half is token 9, inside of the second document, which ends with token 14.
+    data = TokenDataModule.from_tokens(str(path), val_fraction=0.3)
+    # The last 30 % begin with token 13, inside of the second document, which ends with token 14.
     assert data.num_train_tokens == 15
     assert data.val_tokens.read(0, 99).tolist() == [99, 99, 256]
     assert data.val_bytes_per_token == 1 / 2  # predicted: c and the end
+
+
+def test_a_token_file_cuts_a_document_that_would_leave_too_little_to_validate(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.bin"
+    prepare_tokens([write_texts(tmp_path, b"a" * 95, b"b" * 3)], path)
+    # The last half begins in the first document, behind which there are 4 of 100 tokens.
+    data = TokenDataModule.from_tokens(str(path), val_fraction=0.5)
+    assert (data.num_train_tokens, data.num_val_tokens) == (50, 50)
+
+
+def test_one_large_text_among_small_ones_gives_validation_its_share_only(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_bytes(b"x" * 420_000)
+    (tmp_path / "a.txt").write_bytes(b"y" * 260)
+    data = TokenDataModule.from_text(str(tmp_path / "*.txt"))
+    # 5 % of 420,262 tokens: the small text, and the end of the large one.
+    assert (data.num_train_tokens, data.num_val_tokens) == (399_249, 21_013)
+    ids = data.train_tokens.read(0, 500_000)
+    assert set(ids.tolist()) == {ord("x")}
+
+
+def test_the_split_is_told_before_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = TokenDataModule.from_text(write_texts(tmp_path, b"x" * 99), sequence_length=4)
+    with caplog.at_level(logging.INFO):
+        data.setup("fit")
+    assert "1 text files: 95 training and 5 validation tokens (5.0%) in rows of 4" in caplog.text
 
 
 def test_bytes_per_token_counts_what_validation_predicts(tmp_path: Path) -> None:

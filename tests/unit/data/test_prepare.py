@@ -136,6 +136,8 @@ def test_progress_ends_at_the_number_of_documents(texts: str, tmp_path: Path) ->
         ({"dtype": "int8"}, "dtype='int8' must be one of auto, uint16, uint32"),
         ({"eos_token": "</s>"}, "eos_token='</s>' has no effect with tokenizer='byte'"),
         ({"tokenizer": "t.json"}, "tokenizer='t.json' needs eos_token"),
+        ({"special_tokens": "ids"}, "special_tokens='ids' has no effect with tokenizer='byte'"),
+        ({"special_tokens": "all"}, "special_tokens='all' must be text or ids"),
         ({"output": "out.txt"}, "output='out.txt' must end in .npy or .bin"),
     ],
 )
@@ -158,3 +160,21 @@ def test_without_the_package_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-moe\[hf\]'"):
         prepare_tokens([texts], tmp_path / "o.bin", tokenizer="words.json", eos_token=EOS)
+
+
+@pytest.mark.parametrize("name", ["out.bin", "out.bin.json"])
+def test_what_is_read_is_never_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / name)
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(ValueError, match=r"would replace .*b\.txt, which is read"):
+        prepare_tokens(str(tmp_path / "*.txt"), tmp_path / "out.bin", overwrite=True)
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_a_symlink_is_replaced_and_not_what_it_points_to(texts: str, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / "out.bin").symlink_to(tmp_path / "precious")
+    prepare_tokens(texts, tmp_path / "out.bin", overwrite=True)
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+    assert not (tmp_path / "out.bin").is_symlink()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_moe.data import ByteTokenizer, TokenFile, TokenStream, open_tokens, prepare_tokens
+from lightning_moe.data import tokens as tokens_module
 
 
 def open_file(path: Path, vocab_size: int = 264, **options: str) -> TokenFile:
@@ -90,6 +91,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("cut.bin", b"\x01\x00\x02", "cut.bin has 3 bytes, not a multiple of 2 (uint16)"),
         ("text.bin", b"some text\n", "text.bin has id 30821, outside of data.vocab_size=264"),
         ("text.npy", b"some text\n", "text.npy can't be read as .npy"),
+        ("cut.npy", b"\x93NUMPY\x01", "cut.npy can't be read as .npy"),
     ],
 )
 def test_a_file_that_is_no_token_file_is_refused_by_name(
@@ -103,11 +105,11 @@ def test_a_file_that_is_no_token_file_is_refused_by_name(
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros(3, dtype=np.int64), "dtype=int64 and shape=(3,)"),
-        (np.zeros(3, dtype=">u2"), "dtype=>u2"),
-        (np.zeros((2, 3), dtype=np.uint16), "shape=(2, 3)"),
+        (np.zeros(3, dtype=np.int64), "its header says \"{'descr': '<i8'"),
+        (np.zeros(3, dtype=">u2"), "low bytes first, its header says \"{'descr': '>u2'"),
+        (np.zeros((2, 3), dtype=np.uint16), "must have one dimension of uint16 or uint32"),
         (np.zeros(0, dtype=np.uint16), "holds 0 tokens"),
-        (np.array([{}]), "can't be read as .npy (Array can't be memory-mapped"),
+        (np.array([{}]), "its header says \"{'descr': '|O'"),
     ],
 )
 def test_an_array_that_is_no_token_array_is_refused(
@@ -132,7 +134,7 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
 def test_a_truncated_file_is_caught_by_its_sidecar(tmp_path: Path) -> None:
     path = prepared(tmp_path)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"holds 6 tokens but its sidecar says num_tokens=7"):
+    with pytest.raises(ValueError, match=r"has num_tokens=6, but its sidecar says num_tokens=7"):
         open_file(path)
 
 
@@ -140,12 +142,17 @@ def test_a_truncated_file_is_caught_by_its_sidecar(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("eos_id", 0, "data.eos_id=256 clashes with eos_id=0 in the sidecar"),
-        ("dtype", "int8", "says dtype=int8, which is not one of uint16, uint32"),
+        ("dtype", "int8", "dtype='int8' is not valid"),
         ("num_tokens", True, "num_tokens=True is not valid"),
-        ("max_token_id", 300, "has id 300, outside of data.vocab_size=264"),
+        ("num_bytes", -1, "num_bytes=-1 is not valid"),
+        ("num_bytes", 50, "num_bytes=5, but its sidecar says num_bytes=50"),
+        ("num_documents", 1, "num_documents=2, but its sidecar says num_documents=1"),
+        ("vocab_size", 300, "vocab_size=257, but its sidecar says vocab_size=300"),
+        ("max_token_id", 200, "max_token_id=256, but its sidecar says max_token_id=200"),
+        ("max_token_id", 300, "max_token_id=256, but its sidecar says max_token_id=300"),
     ],
 )
-def test_a_sidecar_that_does_not_fit_is_refused(
+def test_a_sidecar_that_contradicts_its_file_is_refused(
     tmp_path: Path, field: str, value: object, message: str
 ) -> None:
     path = prepared(tmp_path)
@@ -166,3 +173,73 @@ def test_a_damaged_sidecar_is_named(tmp_path: Path, text: str, message: str) -> 
 def test_a_given_dtype_that_contradicts_the_sidecar_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.token_dtype=uint32 clashes with dtype=uint16"):
         open_file(prepared(tmp_path), dtype="uint32")
+
+
+def test_an_npy_sidecar_with_another_type_is_refused(tmp_path: Path) -> None:
+    path = prepared(tmp_path, "corpus.npy")
+    sidecar = tmp_path / "corpus.npy.json"
+    sidecar.write_text(sidecar.read_text().replace("uint16", "uint32"))
+    with pytest.raises(ValueError, match=r"has dtype=uint16, but its sidecar says dtype='uint32'"):
+        open_file(path)
+
+
+@pytest.mark.parametrize("num_more", [-2, 2, 4])
+def test_an_npy_file_has_as_many_tokens_as_its_header_says(tmp_path: Path, num_more: int) -> None:
+    path = tmp_path / "raw.npy"
+    np.save(path, np.arange(9, dtype=np.uint16))
+    content = path.read_bytes()
+    path.write_bytes(content[:num_more] if num_more < 0 else content + bytes(num_more))
+    message = f"has {18 + num_more} bytes behind its header, which says 9 tokens of uint16"
+    with pytest.raises(ValueError, match=message):
+        open_file(path)
+
+
+def test_a_header_that_asks_for_more_than_any_disk_holds_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "raw.npy"
+    np.save(path, np.arange(9, dtype=np.uint16))
+    path.write_bytes(path.read_bytes().replace(b"(9,), }" + b" " * 16, b"(99999999999999999,), }"))
+    with pytest.raises(ValueError, match="which says 99999999999999999 tokens"):
+        open_file(path)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (np.array([5, 256], dtype=np.uint32), "they look like uint32 rather than uint16"),
+        (np.array([5, 70_000, 256], dtype=np.uint32), "they look like uint32 rather than uint16"),
+        (np.array([5, 256]), "they look like uint64 rather than uint16; write it anew"),
+    ],
+)
+def test_bare_numbers_wider_than_two_bytes_are_refused_unless_their_type_is_given(
+    tmp_path: Path, numbers: np.ndarray, message: str
+) -> None:
+    numbers.tofile(tmp_path / "raw.bin")
+    with pytest.raises(ValueError, match=message):
+        open_file(tmp_path / "raw.bin", vocab_size=80_000)
+    if numbers.dtype == np.uint32:
+        file = open_file(tmp_path / "raw.bin", vocab_size=80_000, dtype="uint32")
+        assert file.tokens[:].tolist() == numbers.tolist()
+
+
+def test_bare_numbers_of_two_bytes_need_no_type(tmp_path: Path) -> None:
+    np.array([5, 0, 7, 256], dtype=np.uint16).tofile(tmp_path / "raw.bin")
+    assert open_file(tmp_path / "raw.bin").tokens[:].tolist() == [5, 0, 7, 256]
+
+
+def test_ids_above_those_of_the_sidecar_are_refused_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepared(tmp_path)
+    monkeypatch.setattr(tokens_module, "_SCANNED_TOKENS", 3)  # too long to be read when opened
+    np.array([1, 2, 3, 9999, 5, 6, 256], dtype=np.uint16).tofile(path)
+    stream = TokenStream([open_file(path).tokens])
+    assert stream.read(0, 3).tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"corpus\.bin has id 9999 where 256 was said to be the"):
+        stream.read(2, 5)
+
+
+def test_a_vocabulary_that_is_too_small_names_the_option_that_may_be_set(tmp_path: Path) -> None:
+    np.save(tmp_path / "raw.npy", np.array([60_000, 256], dtype=np.uint16))
+    message = r"needs model\.vocab_size \(which data\.vocab_size must equal\) of at least 60001"
+    with pytest.raises(ValueError, match=message):
+        open_file(tmp_path / "raw.npy")
