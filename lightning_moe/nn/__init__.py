@@ -11,8 +11,9 @@ from lightning_moe.nn.moe import MoE, moe_layers, named_moe_layers
 from lightning_moe.nn.offload import offloaded
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.nn.router import Router
+from lightning_moe.nn.router_losses import balance_loss
 from lightning_moe.nn.transformer import MoETransformer
-from lightning_moe.ops.losses import balance_loss, z_loss
+from lightning_moe.ops.losses import z_loss
 from lightning_moe.ops.records import Routing, TokenRoutes
 
 __all__ = [

@@ -2,17 +2,43 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_moe import ops
+from lightning_moe.config import BalanceScope
 from lightning_moe.nn.moe import MoE
-from lightning_moe.ops.losses import balance_loss, orthogonality_loss, z_loss
+from lightning_moe.ops.losses import Reduction, orthogonality_loss, z_loss
 from lightning_moe.ops.records import Routing
 
 _OWN_COUNTS: Final = ("sequence", "micro_batch")
+
+
+def balance_loss(
+    records: Sequence[Routing],
+    *,
+    scope: BalanceScope = "micro_batch",
+    reduction: Reduction = "mean",
+) -> Float[Tensor, ""]:
+    """`ops.balance_loss` over the tokens of a balance scope.
+
+    Args:
+        records: what the layers' forwards returned, in any order.
+        scope: the tokens over which shares of experts are taken. `sequence`: each sequence by itself. `micro_batch`:
+            this call's tokens on this rank. The others need records whose `requested_E` are the counts of their
+            tokens (`step.step_router_losses` gathers these).
+        reduction: `mean` per token; `sum` over tokens, for losses that are divided once per optimizer step.
+
+    Raises:
+        RuntimeError: if a gradient is wanted but a record carries none (see `ops.losses.require_gradient`).
+        ValueError: if `scope` isn't one of these, or is `sequence` and a record wasn't collected per sequence.
+    """
+    if scope not in get_args(BalanceScope):
+        raise ValueError(f"scope={scope!r} must be one of {', '.join(get_args(BalanceScope))}")
+    return ops.balance_loss(records, per_sequence=scope == "sequence", reduction=reduction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +70,7 @@ def router_losses(
         layers: the MoE layers.
         records: one per layer.
         counts: one per layer: token copies asked of each expert over the tokens of the layer's balance scope. None
-            takes those of `records`; scopes beyond this rank's micro-batch need `optim.step_router_losses`, which
+            takes those of `records`; scopes beyond this rank's micro-batch need `step.step_router_losses`, which
             calls this function with them.
 
     Raises:
@@ -86,6 +112,6 @@ def _own_counts(layers: Sequence[MoE], records: Sequence[Routing]) -> list[Tenso
         if scope not in _OWN_COUNTS:
             raise ValueError(
                 f"model.moe.router.lb_loss_scope={scope!r} takes counts from more tokens than this call has; call "
-                f"optim.step_router_losses(module, records) instead, or choose {' or '.join(_OWN_COUNTS)}"
+                f"step.step_router_losses(module, records) instead, or choose {' or '.join(_OWN_COUNTS)}"
             )
     return [record.requested_E for record in records]

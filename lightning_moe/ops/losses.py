@@ -1,13 +1,12 @@
 """Auxiliary losses of the router. All are sums over tokens, to be divided once by the tokens of a step."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_moe.config import BalanceScope
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.records import Routing
 
@@ -17,7 +16,7 @@ Reduction = Literal["sum", "mean"]
 def balance_loss(
     records: Sequence[Routing],
     *,
-    scope: BalanceScope = "micro_batch",
+    per_sequence: bool = False,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, ""]:
     """Load-balancing loss E * sum_e f_e * P_e, added up over layers.
@@ -27,30 +26,28 @@ def balance_loss(
 
     Args:
         records: what the layers' forwards returned, in any order.
-        scope: the tokens over which f is taken. `sequence`: each sequence by itself, weighted by its tokens;
-            independent of how a batch is split. `micro_batch`: this call's tokens on this rank. The others reach
-            further: for records whose `requested_E` are the counts of those tokens (`optim.step_router_losses`
-            gathers them).
+        per_sequence: take f and P over each sequence by itself, weighted by its tokens, which doesn't depend on how a
+            batch is split; else over all tokens of a record, f from its `requested_E`.
         reduction: `mean` per token; `sum` over tokens, for losses that are divided once per optimizer step.
 
     Raises:
         RuntimeError: if a gradient is wanted but a record carries none (see `require_gradient`).
-        ValueError: if `scope` isn't one of these, or is `sequence` and a record wasn't collected per sequence.
+        ValueError: if `per_sequence` is set and a record wasn't collected per sequence.
 
     Source: Switch Transformers, arXiv:2101.03961, eq. 4-6, generalised to K choices; scopes: Olmo-core 3 report.
     """
-    if scope not in get_args(BalanceScope):
-        raise ValueError(f"scope={scope!r} must be one of {', '.join(get_args(BalanceScope))}")
-    return torch.stack([_balance_of_layer(record, scope, reduction) for record in records]).sum()
+    losses = [_balance_of_layer(record, per_sequence, reduction) for record in records]
+    return torch.stack(losses).sum()
 
 
-def _balance_of_layer(record: Routing, scope: str, reduction: Reduction) -> Tensor:
+def _balance_of_layer(record: Routing, per_sequence: bool, reduction: Reduction) -> Tensor:
     require_gradient(record.score_sums_E, "balance loss")
     num_experts = record.requested_E.shape[-1]
-    if scope == "sequence":
+    if per_sequence:
         if record.requested_BE is None or record.score_sums_BE is None:
             raise ValueError(
-                'scope="sequence" needs records per sequence; build the layer with router.lb_loss_scope="sequence"'
+                "the balance loss per sequence needs records per sequence; build the layer with "
+                'router.lb_loss_scope="sequence"'
             )
         requested, score_sums = record.requested_BE, record.score_sums_BE
     else:

@@ -1,13 +1,15 @@
 """What counts in a routing record: valid tokens, per sequence, and nothing twice."""
 
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe.config import RouterConfig
+from lightning_moe.config import BalanceScope, RouterConfig
 from lightning_moe.nn import Router, Routing, balance_loss, z_loss
+from lightning_moe.ops import balance_loss as ops_balance_loss
 from tests.kit import reference
 from tests.kit.randomized import randomized
 
@@ -143,3 +145,18 @@ def test_without_gradients_a_record_holds_no_graph(generator: torch.Generator) -
         record = router(x)[2]
     assert all(getattr(record, field).grad_fn is None for field in (*FIELDS, *BY_SEQUENCE))
     assert balance_loss([router(x)[2]]).requires_grad
+
+
+def test_the_balance_loss_knows_every_scope_and_no_other(generator: torch.Generator) -> None:
+    router, x = _case(generator)
+    record = router(x)[2]
+    losses = {scope: balance_loss([record], scope=scope) for scope in get_args(BalanceScope)}
+    assert torch.equal(losses.pop("sequence"), ops_balance_loss([record], per_sequence=True))
+    assert all(torch.equal(loss, ops_balance_loss([record])) for loss in losses.values())
+
+
+@pytest.mark.usefixtures("shape_checker_off")
+def test_a_scope_that_does_not_exist_is_refused(generator: torch.Generator) -> None:
+    router, x = _case(generator)
+    with pytest.raises(ValueError, match="scope='token' must be one of sequence, micro_batch"):
+        balance_loss([router(x)[2]], scope="token")

@@ -133,8 +133,8 @@ def test_sequence_scope_averages_each_sequence_by_its_tokens(generator: torch.Ge
     batch = record(ids, shares, num_sequences=3)
     parts = zip(ids.chunk(3), shares.chunk(3), strict=True)
     expected = sum(2 * reference.balance_loss(*part) for part in parts)
-    torch.testing.assert_close(balance_loss([batch], scope="sequence", reduction="sum"), expected)
-    torch.testing.assert_close(balance_loss([batch], scope="sequence"), expected / 6)
+    torch.testing.assert_close(balance_loss([batch], per_sequence=True, reduction="sum"), expected)
+    torch.testing.assert_close(balance_loss([batch], per_sequence=True), expected / 6)
 
 
 def test_sequence_scope_does_not_depend_on_how_a_batch_is_split(generator: torch.Generator) -> None:
@@ -145,7 +145,7 @@ def test_sequence_scope_does_not_depend_on_how_a_batch_is_split(generator: torch
         record(ids[2:], shares[2:], num_sequences=2),
     ]
     losses = [
-        sum(balance_loss([part], scope="sequence", reduction="sum") for part in parts)
+        sum(balance_loss([part], per_sequence=True, reduction="sum") for part in parts)
         for parts in ([whole], split)
     ]
     torch.testing.assert_close(*losses)
@@ -156,12 +156,12 @@ def test_sequence_scope_does_not_depend_on_how_a_batch_is_split(generator: torch
 
 def test_sequence_scope_needs_records_per_sequence(generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match=r'router\.lb_loss_scope="sequence"'):
-        balance_loss([record(*_random(generator))], scope="sequence")
+        balance_loss([record(*_random(generator))], per_sequence=True)
 
 
-@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+@pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_no_tokens_cost_nothing(scope: str, reduction: str) -> None:
+def test_no_tokens_cost_nothing(per_sequence: bool, reduction: str) -> None:
     shares = torch.zeros(2, 4, requires_grad=True)
     empty = record(torch.full((2, 1), -1), shares, num_sequences=2, logz=shares[:, 0])
     empty = Routing(
@@ -174,7 +174,7 @@ def test_no_tokens_cost_nothing(scope: str, reduction: str) -> None:
         score_sums_BE=empty.score_sums_BE,
         num_tokens_B=torch.zeros(2, dtype=torch.int64),
     )
-    loss = balance_loss([empty], scope=scope, reduction=reduction)
+    loss = balance_loss([empty], per_sequence=per_sequence, reduction=reduction)
     loss = loss + z_loss([empty], reduction=reduction)
     loss.backward()
     assert loss.item() == 0
