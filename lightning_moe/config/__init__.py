@@ -23,6 +23,7 @@ from lightning_moe.config.model import LayerOverrides, TransformerConfig
 from lightning_moe.config.moe import (
     Activation,
     LatentMoEConfig,
+    LatentNorm,
     MoEConfig,
     SharedActivation,
     SharedExpertConfig,
@@ -52,6 +53,7 @@ __all__ = [
     "FP8Config",
     "GatingFunction",
     "LatentMoEConfig",
+    "LatentNorm",
     "LayerConfig",
     "LayerOverrides",
     "LayerSpec",

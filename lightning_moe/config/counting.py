@@ -78,8 +78,8 @@ def moe_params(moe: MoEConfig, d_model: int, *, experts: int) -> int:
         total += moe.num_experts
     if moe.latent is not None and moe.latent.bias:
         total += moe.latent.latent_dim + d_model
-    if moe.latent is not None and moe.latent.norm:
-        total += moe.latent.latent_dim
+    if moe.latent is not None and moe.latent.norm is not None:
+        total += moe.latent.latent_dim * (2 if moe.latent.norm_bias else 1)
     return total
 
 

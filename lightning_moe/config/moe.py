@@ -18,6 +18,7 @@ from lightning_moe.config.router import RouterConfig
 
 Activation = Literal["swiglu", "relu2", "gpt_oss_swiglu"]
 SharedActivation = Literal["swiglu", "relu2"]
+LatentNorm = Literal["rms", "layer"]
 
 DEFAULT_ACTIVATION_ALPHA: Final = 1.702
 
@@ -29,17 +30,36 @@ class LatentMoEConfig:
     Attributes:
         latent_dim: width of the routed experts' input and output, below the model width.
         bias: add biases to the down and the up projection.
-        norm: RMS norm without bias of the experts' output before the up projection.
+        norm: of the experts' output before the up projection: `rms` or `layer`; None has none.
+        norm_eps: added to the norm's mean square or variance; None takes `model.norm_eps`.
+        norm_bias: add a bias after the norm.
     """
 
     latent_dim: int
     bias: bool = False
-    norm: bool = False
+    norm: LatentNorm | None = None
+    norm_eps: float | None = None
+    norm_bias: bool = False
 
     def __post_init__(self) -> None:
-        """Check every option."""
-        check_ints("model.moe.latent", AT_LEAST_ONE, latent_dim=self.latent_dim)
-        check_bools("model.moe.latent", bias=self.bias, norm=self.norm)
+        """Check every option, then that those of the norm have one."""
+        section = "model.moe.latent"
+        check_ints(section, AT_LEAST_ONE, latent_dim=self.latent_dim)
+        check_bools(section, bias=self.bias, norm_bias=self.norm_bias)
+        if isinstance(self.norm, bool):
+            now = "rms" if self.norm else "null (None in Python)"
+            raise ValueError(f"{section}.norm={self.norm} is not a kind of norm; write {now}")
+        check_choices(section, get_args(LatentNorm), **given(norm=self.norm))
+        check_floats(section, POSITIVE, **given(norm_eps=self.norm_eps))
+        for name, value, default in (
+            ("norm_eps", self.norm_eps, None),
+            ("norm_bias", self.norm_bias, False),
+        ):
+            if self.norm is None and value != default:
+                raise ValueError(
+                    f"{section}.{name}={value} has no effect without a norm; unset it or choose "
+                    f"{section}.norm={' or '.join(get_args(LatentNorm))}"
+                )
 
     def check_width(self, d_model: int, *, path: str = "model.moe.latent") -> None:
         """Check what depends on the model width.

@@ -34,10 +34,10 @@ def init_weights_(module: nn.Module, *, seed: int, std: float) -> None:
         for name, parameter in child.named_parameters(recurse=False):
             if parameter.is_meta:
                 continue
-            if isinstance(child, nn.RMSNorm):
-                parameter.fill_(1.0)
-            elif name == "bias":
+            if name == "bias":
                 parameter.zero_()
+            elif isinstance(child, nn.RMSNorm | nn.LayerNorm):
+                parameter.fill_(1.0)
             else:
                 _draw_(parameter, f"{path}.{name}", seed, std)
 

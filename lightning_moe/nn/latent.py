@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_moe.config import LatentMoEConfig
-from lightning_moe.nn.norm import RMSNorm
+from lightning_moe.nn.norm import NORMS
 
 
 class LatentProjections(nn.Module):
@@ -16,7 +16,12 @@ class LatentProjections(nn.Module):
     def __init__(self, d_model: int, config: LatentMoEConfig, *, norm_eps: float = 1e-6) -> None:
         super().__init__()
         self.down = nn.Linear(d_model, config.latent_dim, bias=config.bias)
-        self.norm = RMSNorm(config.latent_dim, eps=norm_eps) if config.norm else None
+        eps = norm_eps if config.norm_eps is None else config.norm_eps
+        self.norm = (
+            NORMS[config.norm](config.latent_dim, eps=eps, bias=config.norm_bias)
+            if config.norm
+            else None
+        )
         self.up = nn.Linear(config.latent_dim, d_model, bias=config.bias)
 
     def compress(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:

@@ -218,7 +218,11 @@ def moe(
             mixed = mixed + routed.weights[number, choice] * expert(inner, weights, index, config)
         if config.latent is not None:
             if config.latent.norm:
-                mixed = rms_norm(mixed, weights["latent.norm.weight"], norm_eps)
+                # A layer norm is the RMS norm of what is left after the mean.
+                mean = mixed.mean() if config.latent.norm == "layer" else 0.0
+                eps = norm_eps if config.latent.norm_eps is None else config.latent.norm_eps
+                mixed = rms_norm(mixed - mean, weights["latent.norm.weight"], eps)
+                mixed = mixed + (weights["latent.norm.bias"] if config.latent.norm_bias else 0.0)
             mixed = linear(mixed, weights, "latent.up", bias=config.latent.bias)
         if config.shared is not None:
             up_gate, down = weights["shared.up_gate.weight"], weights["shared.down.weight"]

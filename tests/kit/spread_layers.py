@@ -101,7 +101,7 @@ CASES = {
     "one_choice": Case(top_k=1),
     "latent_and_shared_and_biases": Case(
         options={
-            "latent": LatentMoEConfig(latent_dim=4, bias=True, norm=True),
+            "latent": LatentMoEConfig(latent_dim=4, bias=True, norm="rms"),
             "shared": SharedExpertConfig(hidden_size=5),
             "expert_bias": True,
         }

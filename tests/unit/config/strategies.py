@@ -8,6 +8,7 @@ from lightning_moe.config import (
     AttentionConfig,
     BalanceScope,
     LatentMoEConfig,
+    LatentNorm,
     LayerConfig,
     MoEConfig,
     RouterConfig,
@@ -45,11 +46,14 @@ def routers(draw: st.DrawFn, *, num_experts: int) -> RouterConfig:
 def moes(draw: st.DrawFn, *, d_model: int) -> MoEConfig:
     """An MoE layer for model width `d_model`."""
     num_experts = draw(st.integers(1, 5))
+    norm = draw(st.sampled_from([None, *get_args(LatentNorm)]))
     latent = st.builds(
         LatentMoEConfig,
         latent_dim=st.integers(1, d_model - 1),
         bias=st.booleans(),
-        norm=st.booleans(),
+        norm=st.just(norm),
+        norm_eps=st.none() | st.floats(1e-8, 1) if norm else st.none(),
+        norm_bias=st.booleans() if norm else st.just(False),
     )
     shared = st.builds(
         SharedExpertConfig,

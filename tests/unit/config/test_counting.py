@@ -83,9 +83,14 @@ TOP2 = RouterConfig(top_k=2)
         ),
         ({"latent": LatentMoEConfig(latent_dim=3)}, 5 * 6 + 2 * 3 * 6, 3 * 4 * 3),
         (
-            {"latent": LatentMoEConfig(latent_dim=3, bias=True, norm=True), "expert_bias": True},
+            {"latent": LatentMoEConfig(latent_dim=3, bias=True, norm="rms"), "expert_bias": True},
             5 * 6 + 2 * 3 * 6 + (3 + 6) + 3,
             3 * 4 * 3 + 2 * 4 + 3,
+        ),
+        (
+            {"latent": LatentMoEConfig(latent_dim=3, norm="layer", norm_bias=True)},
+            5 * 6 + 2 * 3 * 6 + 3 + 3,
+            3 * 4 * 3,
         ),
     ],
 )

@@ -105,6 +105,27 @@ def test_a_latent_width_that_is_not_below_the_model_width_is_refused(latent_dim:
     [
         (lambda: LatentMoEConfig(latent_dim=0), "model.moe.latent.latent_dim=0 must be at least 1"),
         (
+            lambda: LatentMoEConfig(latent_dim=3, norm=True),
+            "model.moe.latent.norm=True is not a kind of norm; write rms",
+        ),
+        (
+            lambda: LatentMoEConfig(latent_dim=3, norm=False),
+            "model.moe.latent.norm=False is not a kind of norm; write null (None in Python)",
+        ),
+        (
+            lambda: LatentMoEConfig(latent_dim=3, norm="batch"),
+            "model.moe.latent.norm='batch' must be one of rms, layer",
+        ),
+        (
+            lambda: LatentMoEConfig(latent_dim=3, norm="rms", norm_eps=0.0),
+            "model.moe.latent.norm_eps=0.0 must be finite and greater than 0",
+        ),
+        (
+            lambda: LatentMoEConfig(latent_dim=3, norm_bias=True),
+            "model.moe.latent.norm_bias=True has no effect without a norm; unset it or choose "
+            "model.moe.latent.norm=rms or layer",
+        ),
+        (
             lambda: SharedExpertConfig(hidden_size=0),
             "model.moe.shared.hidden_size=0 must be at least 1",
         ),

@@ -25,7 +25,7 @@ def _moe(num_experts: int = 4) -> MoEConfig:
         router=RouterConfig(top_k=2, bias=True, bias_gamma=1e-3),
         expert_bias=True,
         shared=SharedExpertConfig(hidden_size=5),
-        latent=LatentMoEConfig(latent_dim=4, bias=True, norm=True),
+        latent=LatentMoEConfig(latent_dim=4, bias=True, norm="rms"),
     )
 
 

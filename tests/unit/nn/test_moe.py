@@ -60,15 +60,17 @@ def _assert_equals_reference(layer: MoE, x: Tensor, generator: torch.Generator) 
         *product((None,), (None, SharedExpertConfig(hidden_size=4)), (False, True)),
         (LatentMoEConfig(latent_dim=4), None, True),
         (
-            LatentMoEConfig(latent_dim=4, bias=True, norm=True),
+            LatentMoEConfig(latent_dim=4, bias=True, norm="rms"),
             SharedExpertConfig(hidden_size=7),
             False,
         ),
         (
-            LatentMoEConfig(latent_dim=2, norm=True),
+            LatentMoEConfig(latent_dim=2, norm="rms", norm_eps=0.5, norm_bias=True),
             SharedExpertConfig(hidden_size=2, activation="relu2"),
             True,
         ),
+        (LatentMoEConfig(latent_dim=3, norm="layer", norm_eps=0.5, norm_bias=True), None, False),
+        (LatentMoEConfig(latent_dim=3, norm="layer"), None, False),
     ],
 )
 def test_every_option_equals_the_reference_with_gradients(
@@ -215,7 +217,7 @@ def test_low_precision_stays_close_to_float32(kind: str, generator: torch.Genera
         hidden_size=8,
         router=ROUTER,
         expert_bias=True,
-        latent=LatentMoEConfig(latent_dim=8, norm=True),
+        latent=LatentMoEConfig(latent_dim=8, norm="rms"),
         shared=SharedExpertConfig(hidden_size=8),
     )
     layer = randomized(MoE(16, config), generator, std=0.3)
@@ -251,7 +253,7 @@ def test_copies_of_a_layer_give_the_same_output_exactly(
 def test_state_dict_round_trip_is_exact(generator: torch.Generator) -> None:
     options = {
         "expert_bias": True,
-        "latent": LatentMoEConfig(latent_dim=4, bias=True, norm=True),
+        "latent": LatentMoEConfig(latent_dim=4, bias=True, norm="rms"),
         "shared": SharedExpertConfig(hidden_size=4),
     }
     source, target = (_layer(generator, **options) for _ in range(2))

@@ -1,9 +1,10 @@
-"""The RMS norm."""
+"""The norms."""
 
 import pytest
 import torch
 
-from lightning_moe.nn.norm import RMSNorm
+from lightning_moe.config import LatentNorm
+from lightning_moe.nn.norm import NORMS, LayerNorm, RMSNorm
 from tests.kit import reference
 
 
@@ -22,6 +23,15 @@ def test_two_channels_by_hand() -> None:
     torch.testing.assert_close(RMSNorm(2, eps=1e-12)(torch.tensor([[3.0, 4.0]])), expected)
 
 
+def test_two_channels_of_a_layer_norm_by_hand() -> None:
+    # Mean 3.5, variance 1 / 4.
+    norm = LayerNorm(2, eps=1e-12)
+    with torch.no_grad():
+        norm.bias.copy_(torch.tensor([10.0, 20.0]))
+    torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), torch.tensor([[9.0, 21.0]]))
+
+
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(
     ("given", "kept", "returned"),
     [
@@ -32,6 +42,7 @@ def test_two_channels_by_hand() -> None:
     ],
 )
 def test_the_wider_type_of_input_and_weight_is_returned(
-    given: torch.dtype, kept: torch.dtype, returned: torch.dtype
+    kind: LatentNorm, given: torch.dtype, kept: torch.dtype, returned: torch.dtype
 ) -> None:
-    assert RMSNorm(4).to(kept)(torch.ones(2, 4, dtype=given)).dtype == returned
+    norm = NORMS[kind](4, bias=True).to(kept)
+    assert norm(torch.ones(2, 4, dtype=given)).dtype == returned

@@ -43,7 +43,9 @@ def _configs(draw: st.DrawFn) -> TransformerConfig:
             top_k=2, bias=draw(flag), bias_gamma=draw(st.sampled_from([None, 0.1]))
         ),
         expert_bias=draw(flag),
-        latent=LatentMoEConfig(latent_dim=4, bias=draw(flag), norm=draw(flag))
+        latent=LatentMoEConfig(
+            latent_dim=4, bias=draw(flag), norm=draw(st.sampled_from([None, "rms", "layer"]))
+        )
         if draw(flag)
         else None,
         shared=SharedExpertConfig(hidden_size=5) if draw(flag) else None,
