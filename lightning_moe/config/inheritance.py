@@ -1,4 +1,4 @@
-"""What single layers take over from the model where plain options of theirs say nothing."""
+"""Options that single layers inherit from the model where their own plain options leave them out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 def complete_overrides(options: Mapping[str, object]) -> Mapping[str, object]:
     """Plain options of a model, with each of `layer_overrides` completed by the model's own `attention` and `moe`.
 
-    Sections that are built already stay as they are, and so does what is no mapping: whoever builds them says so.
+    Sections that are built already stay as they are, and so do values of a wrong type: building them raises the error.
     """
     overrides = options.get("layer_overrides")
     if not isinstance(overrides, Mapping):
@@ -15,7 +15,7 @@ def complete_overrides(options: Mapping[str, object]) -> Mapping[str, object]:
     completed = {
         layer: _complete(override, layer, options) for layer, override in overrides.items()
     }
-    # Last, so that an error in what a layer takes over is told of the model's own section.
+    # Last, so that an error in an inherited option names the model's own section.
     others = {name: value for name, value in options.items() if name != "layer_overrides"}
     return {**others, "layer_overrides": completed}
 

@@ -1,4 +1,4 @@
-"""What one transformer layer is made of: its attention and its feed-forward part."""
+"""One transformer layer: its attention and its feed-forward part."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
@@ -36,7 +36,7 @@ class AttentionConfig:
         qk_norm: RMS norm of queries and keys: `head` has one weight of width `head_dim` that all
             heads share, `full` spans the whole projected width; None has no norm.
         rope_theta: base of the rotary positions, greater than 0; None has no positions.
-        sliding_window: tokens a token sees, itself included; None sees all earlier ones.
+        sliding_window: tokens that a token attends to, itself included; None means all earlier ones.
         bias: add biases to the four projections.
         backend: what computes attention; `lightning_moe.nn.register_attention_backend` adds names.
     """

@@ -81,8 +81,8 @@ class TransformerConfig:
             activations: each whole `block`, or of each block only the `moe` (its norms included;
             dense layers keep theirs) or only the `attention` half. `layer_overrides` chooses
             another for single layers.
-        offload_activations: what blocks keep for the backward pass waits in host memory, with
-            `recompute` only what is still kept. On a CPU nothing moves.
+        offload_activations: keep in host memory what blocks save for the backward pass, with
+            `recompute` only what is still saved. On a CPU nothing is copied.
         compile: the two halves of each block through torch.compile: `inductor` makes fused
             kernels, `aot_eager` only traces, to find out what fails. One whole graph for each
             half, but with experts on several ranks and the dispatcher `all_to_all` the MoE half

@@ -1,4 +1,4 @@
-"""What one mixture-of-experts layer is: its experts and what stands beside them."""
+"""One mixture-of-experts layer: router, routed experts, latent projections and shared expert."""
 
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args

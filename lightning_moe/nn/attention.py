@@ -31,7 +31,7 @@ def register_attention_backend(name: str, attend: AttentionFunction) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionContext:
-    """What all layers of one forward share: cosines and sines of the positions, and who sees whom."""
+    """What all layers of one forward share: cosines and sines of the positions, and the attention mask."""
 
     mask: AttentionMask
     cos_SC: Float[Tensor, "S C"] | None = None
@@ -67,7 +67,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Float[Tensor, "B S D"], context: AttentionContext
     ) -> Float[Tensor, "B S D"]:
-        """Each position mixed with the earlier ones that `context.mask` lets it see."""
+        """Attention of each position to itself and the earlier positions that `context.mask` allows."""
         q_BHSC = self._heads(self.q_proj(x_BSD), self.q_norm)
         k_BGSC = self._heads(self.k_proj(x_BSD), self.k_norm)
         v_BGSC = self._heads(self.v_proj(x_BSD), None)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Block(nn.Module):
     """x + attention, then x + feed-forward, with RMS norms before (`pre`), after (`post`) or around (`peri`) each.
 
-    In training it keeps for backward what `layer.recompute` and `offload_activations` leave.
+    In training, `layer.recompute` and `offload_activations` say which activations stay on the device until backward.
 
     Attributes:
         attention, feed_forward: the two sub-layers; `feed_forward` is an `MoE` or an `MLP`.
@@ -96,9 +96,9 @@ class Block(nn.Module):
         return x_BSD + self.feed_forward_out_norm(y_BSD), routing
 
     def _half(self, part: Recompute, function: Callable[..., T], *args: Any) -> T:
-        """`function(self, *args)`, compiled if asked for, recomputed in backward if `part` is what is recomputed.
+        """`function(self, *args)`, compiled if the config says so, recomputed in backward if `part` is to be.
 
-        Recomputation goes around what is compiled, never into it: there it works with every dispatcher.
+        Recomputation wraps the compiled function, not the reverse: so it works with every dispatcher.
         """
         if self.compile_backend != "none":
             function = compiled(function, self.compile_backend)

@@ -32,7 +32,7 @@ def arrived(
     flight: Any,  # noqa: ANN401 - only the dispatcher reads it
     x_TW: Float[Tensor, "T W"],
 ) -> Dispatched:
-    """What `dispatcher.receive(flight)` gives, with gradient to `x_TW`, whether that was sent or bytes in its place."""
+    """`dispatcher.receive(flight)`, which autograd connects to `x_TW` also where bytes were sent in its place."""
     sent = dispatcher.receive(flight)
     return sent if sent.rows_RW.is_floating_point() else _linked(dispatcher, sent, x_TW)
 
@@ -44,7 +44,7 @@ def _linked(dispatcher: Dispatcher, sent: Dispatched, x_TW: Tensor) -> Dispatche
 
 
 class _Link(torch.autograd.Function):
-    """From tokens to rows of no values and no memory, whose gradient goes back as that of rows does."""
+    """Connects tokens to rows without values or memory; backward sends the rows' gradients to the tokens."""
 
     @staticmethod
     def forward(
@@ -56,10 +56,10 @@ class _Link(torch.autograd.Function):
     ) -> Tensor:
         ctx.dispatcher, ctx.dtype = dispatcher, x_TW.dtype
         leaves, ctx.structure = pytree.tree_flatten(back)
-        # Tensors apart: a recomputed layer may not keep them.
+        # Tensors go through `save_for_backward`, so that recomputation can drop them; it takes nothing else.
         ctx.save_for_backward(*(leaf if isinstance(leaf, Tensor) else None for leaf in leaves))
         ctx.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # In the type that experts compute in. NaN, should anybody read it.
+        # In the type that experts compute in; NaN, so that a read of these values shows.
         value = x_TW.new_full((), math.nan, dtype=matmul_dtype(x_TW))
         return value.expand(num_rows, x_TW.shape[1])
 

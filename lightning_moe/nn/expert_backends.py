@@ -108,7 +108,7 @@ class ExpertBackendChoice:
         return next(name for name, own in self._candidates.items() if own is backend)
 
     def account(self, sizes: ExpertSizes) -> str:
-        """Which backend it is, and what kept `auto` from an earlier one: a sentence for a log."""
+        """A sentence for the log: the backend, and why `auto` took none of those before it."""
         name = self.taken(sizes)
         taken = self._candidates[name]
         refused = {name: backend.refusal(sizes) for name, backend in self._candidates.items()}

@@ -24,7 +24,7 @@ T = TypeVar("T")
 def _not_traced_without_weights(
     method: Callable[Concatenate["Experts", P], T],
 ) -> Callable[Concatenate["Experts", P], T]:
-    """`method`, which the compiler goes around if weights may be dropped: it looks at values of all that it meets."""
+    """`method`, kept out of compiled graphs if weights may be dropped: tracing reads the values of all tensors."""
     around = outside_of_graphs(method)
 
     @wraps(method)
@@ -43,7 +43,7 @@ class Experts(nn.Module):
         w_down: (L, F, W).
         b_up_gate, b_down: (L, P) and (L, W), or None.
         expert_ids: global ids of the experts that live here, in order.
-        backend: what multiplies; what it derives from the weights is in no state dict.
+        backend: computes the matmuls; what it derives from the weights is in no state dict.
     """
 
     def __init__(self, width: int, config: MoEConfig) -> None:
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         )
 
     def use_backend(self, name: str, fp8: FP8Config, *, by_plugin: bool) -> None:
-        """Compute with another backend, of a plugin or the config's again."""
+        """Compute with another backend: that of a plugin, or that of the config again."""
         self.backend = ExpertBackendChoice(name, fp8, by_plugin=by_plugin)
 
     def defer_(self, device: torch.device) -> None:
@@ -144,7 +144,7 @@ class Experts(nn.Module):
         self.expert_ids = expert_ids
 
     def train(self, mode: bool = True) -> "Experts":  # not Self, which beartype can't check
-        """As ever; averaged weights that a callback swaps in for evaluation leave no trace, so derived ones go."""
+        """As in `nn.Module`; also drops derived weights, since a callback may swap in averaged ones without a trace."""
         self.backend.forget()
         return super().train(mode)
 
@@ -157,7 +157,7 @@ class Experts(nn.Module):
         }
         moved = {name for name, parameter in released.items() if leaves_device(parameter, fn)}
         for name, store in self.backend.only_stores().items():
-            if name in moved:  # its codes are of no use elsewhere
+            if name in moved:  # another device can't read its codes
                 store.let_go()
         self._parameters.update(dict.fromkeys(released))
         try:

@@ -8,7 +8,7 @@ from lightning_moe.nn.norm import NORMS
 
 
 class LatentProjections(nn.Module):
-    """D -> W before dispatch, W -> D after the experts' rows are combined, so that only W-wide rows travel.
+    """Projects D -> W before dispatch and W -> D after `combine`, so that only rows of width W travel.
 
     Source: LatentMoE, arXiv:2601.18089. The router still reads the full width.
     """
@@ -25,7 +25,7 @@ class LatentProjections(nn.Module):
         self.up = nn.Linear(config.latent_dim, d_model, bias=config.bias)
 
     def compress(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T W"]:
-        """What the experts read."""
+        """The experts' input."""
         latent_TW: Tensor = self.down(x_TD)
         return latent_TW
 

@@ -27,6 +27,6 @@ class MLP(nn.Module):
         self.activation = activation_function(activation)
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
-        """Every token by itself."""
+        """Output of each token."""
         y_TD: Tensor = self.down(self.activation(self.up_gate(x.flatten(0, -2))))
         return y_TD.view(x.shape)

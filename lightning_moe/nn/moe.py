@@ -21,7 +21,7 @@ from lightning_moe.ops.routing import count_experts
 class MoE(nn.Module):
     """Sends each token to `top_k` of E experts and adds up their weighted outputs.
 
-    Usable in any module: `y, routing = moe(x)`. No token is dropped.
+    Usable in any module: `y, routing = moe(x)`. No token is dropped, unless a strategy's dispatcher does.
 
     Memory, in numbers per token copy, of SwiGLU experts of hidden size F on rows of width W: forward keeps the row (W),
     [up; gate] (2F) and the output (W), which the gradient of its weight needs; the product F between the matmuls is
@@ -46,7 +46,7 @@ class MoE(nn.Module):
         self.config = config
         self.init_std = init_std
         device = torch.get_default_device()
-        # Built without memory first, as the whole transformer is: torch's generator gives one seed and no more.
+        # On the meta device first, as the whole transformer is: torch's generator then gives one seed for all weights.
         with torch.device("meta"):
             self.router = Router(d_model, config.num_experts, config.router)
             self.latent = (
@@ -85,10 +85,10 @@ class MoE(nn.Module):
         flight = dispatcher.dispatch(
             self.experts.encode(inner_TW), ids_TK, weights_TK, self.config.num_experts
         )
-        # The shared expert needs no row from elsewhere: it works while they travel.
+        # The shared expert needs no rows of other ranks, so it computes while they travel.
         shared_TD = None if self.shared is None else self.shared(x_TD)
         sent = arrived(dispatcher, flight, inner_TW)
-        del flight  # it may hold rows in an order that nobody needs any more
+        del flight  # frees the rows in their order of arrival, which `sent` may hold sorted
         y_TD = dispatcher.combine(
             self.experts(sent.rows_RW, sent.counts_L, sent.bytes_RZ), weights_TK, sent.back
         )
@@ -112,7 +112,7 @@ def moe_layers(module: nn.Module) -> list[MoE]:
 
 
 def _with_drops(routing: Routing, ids_TK: Tensor, kept_TK: Tensor, valid: Tensor | None) -> Routing:
-    """What is left of the copies that were requested; padding is counted in neither."""
+    """The record with the token copies that were kept; padding is not counted."""
     if valid is not None:
         valid_T1 = valid.flatten().unsqueeze(-1)
         kept_TK = kept_TK & valid_T1

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in host memory."""
+"""Activations kept in host memory until backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,10 +39,10 @@ class HostCopy:
 
 @contextmanager
 def offloaded(module: nn.Module) -> Iterator[None]:
-    """What autograd saves meanwhile goes to host memory, and comes back when backward asks for it.
+    """Copies what autograd saves meanwhile to host memory, and back when backward reads it.
 
-    Weights of `module` stay where they are, and so does whatever lies in host memory already: on a CPU nothing
-    moves and nothing is copied. Inside a recomputed part nothing is saved but its inputs, which go as well.
+    Weights of `module` stay where they are, and so do tensors in host memory: on a CPU nothing is copied. A recomputed
+    part saves its inputs only, which are copied as well.
     """
     stays = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 

@@ -25,10 +25,11 @@ class Router(nn.Module):
     Attributes:
         weight: (E, D).
         bias: (E) added to logits, or None.
-        score_bias: (E) persistent buffer added to selection scores, or None. `RouterBiasCorrection` moves it.
+        score_bias: (E) the selection bias, a persistent buffer added to selection scores, or None;
+            `RouterBiasCorrection` moves it.
         trace: whether records tell the route of each token (`Routing.tokens`). It changes no result and costs nothing
             while off. A callback that needs it turns it on in `on_train_batch_start` for the steps that it wants,
-            and off in `on_train_batch_end`: so several of them get along.
+            and off in `on_train_batch_end`: so that several callbacks can share it.
     """
 
     def __init__(self, d_model: int, num_experts: int, config: RouterConfig) -> None:
@@ -144,7 +145,7 @@ class Router(nn.Module):
             num_tokens = valid_T.sum()
             shares_TE = torch.where(valid_T[:, None], shares_TE, 0.0)
             ids_TK = torch.where(valid_T[:, None], ids_TK, -1)
-        # Without a z-loss weight nobody consumes the gradient, and keeping it would keep the logits alive.
+        # Without a z-loss weight no loss reads this gradient, whose graph would keep the logits in memory.
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.config.z_loss_weight)):
             logz_squared = router_z_loss(logits_TE, valid_T)
         requested_E = ops.count_experts(ids_TK, self.num_experts)

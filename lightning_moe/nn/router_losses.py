@@ -47,7 +47,7 @@ class RouterLosses:
 
     Attributes:
         total: every loss times its weight, added up over layers; the only field with gradient.
-        balance, z: mean over layers, without weights, also where a weight is off: what to watch.
+        balance, z: mean over layers, without weights, also where a weight is off: for logs.
     """
 
     total: Float[Tensor, ""]

@@ -34,7 +34,7 @@ class MoETransformer(nn.Module):
         super().__init__()
         self.config = config
         device = torch.get_default_device()
-        # Built without memory first: each weight is then drawn once, by its name in the whole model.
+        # On the meta device first: each weight is then drawn once, by its name in the whole model.
         with torch.device("meta"):
             self._build(config)
         if device.type != "meta":
@@ -61,14 +61,14 @@ class MoETransformer(nn.Module):
             for layer in config.layers
         )
         self.final_norm = RMSNorm(width, eps=config.norm_eps)
-        # When tied there is no second name for the weight, so no copy, cast or load can part the two.
+        # A tied head has no parameter of its own, so that no copy, cast or load can separate the two.
         self.head = (
             None if config.tie_embeddings else nn.Linear(width, config.vocab_size, bias=False)
         )
 
     @property
     def head_weight(self) -> Float[Tensor, "V D"]:
-        """Weight of the language-model head, wherever it lives."""
+        """Weight of the language-model head: the embedding's if they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def reset_parameters(self, seed: int | None = None) -> None:

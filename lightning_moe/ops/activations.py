@@ -20,7 +20,7 @@ def swiglu(up_gate_RP: Float[Tensor, "R P"]) -> Float[Tensor, "R F"]:
     Source: GLU Variants Improve Transformer, arXiv:2002.05202.
     """
     if torch.compiler.is_compiling():
-        # The compiler fuses the plain form by itself, and refuses to write into half of a row.
+        # The compiler fuses the plain form, and can't write into half of a row.
         up_RF, gate_RF = up_gate_RP.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate_RF) * up_RF
     hidden_RF: Tensor = _SwiGLU.apply(up_gate_RP)
@@ -60,7 +60,7 @@ def activation_function(
 class _SwiGLU(torch.autograd.Function):
     """One saved tensor instead of three; the gradient is written in place, without another buffer.
 
-    Block by block on a CPU, so that what one operation writes is still in the cache when the next one reads it.
+    Block by block on a CPU, so that each operation reads from the cache what the one before wrote.
     """
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask:
-    """Which earlier positions a position sees; None means plain causal attention."""
+    """Which positions each position attends to; None means plain causal attention."""
 
     allowed_BHSS: Bool[Tensor, "B 1 S S"] | None = None
 
@@ -27,7 +27,7 @@ def attention_mask(
 ) -> AttentionMask:
     """The mask of one forward, shared by all layers with the same window.
 
-    A position sees itself and earlier positions, at most `window` in all, of its own document.
+    A position attends to itself and earlier positions, at most `window` in all, of its own document.
     """
     if document_ids_BS is None and (window is None or window >= length):
         return AttentionMask()

@@ -15,9 +15,9 @@ def updated_score_bias(
     """Bias after one step of size `gamma` (score units): up for experts below the mean load, down above it.
 
     `requested_E` are exact counts (copies asked for) of one whole optimizer step, summed over every rank that
-    holds tokens of this layer. An expert at the mean, and every expert of an empty step, stays where it is. The
-    mean of the bias is left to drift, unless it is `centered` afterwards: a common shift changes no choice, but a
-    large one costs the small differences that matter their precision.
+    holds tokens of this layer. The bias of an expert at the mean, and of every expert in an empty step, stays as it
+    is. The mean of the bias drifts unless it is `centered` afterwards: a common shift changes
+    no choice, but a large one rounds away the small differences that decide.
 
     Source: Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664, algorithm 1.
     """

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type for numbers that must not be rounded coarsely: float32, or float64 where that came in."""
+    """float32, or float64 for float64: the type for numbers that must not be rounded coarsely."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def matmul_dtype(tensor: Tensor) -> torch.dtype:
-    """The type that autocast would give a matmul of `tensor`; ops that autocast doesn't know ask here."""
+    """The type that autocast would give a matmul of `tensor`; for ops that autocast doesn't cover."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

@@ -56,7 +56,7 @@ class ExpertBackend(Protocol):
     """Computes experts one way; one object per module, which may keep derived weights.
 
     Attributes:
-        note: what a log should say of it besides its name; may be empty.
+        note: for the log, beside its name; may be empty.
     """
 
     @property
@@ -89,7 +89,7 @@ class ExpertBackend(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what is derived from the weights: they may have changed in a way that leaves no trace."""
+        """Drop what is derived from the weights, which may have changed without a trace."""
         ...
 
 
@@ -124,7 +124,7 @@ class MatmulBackend:
         bytes_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
         """See `ExpertBackend.__call__`."""
-        assert bytes_RZ is None  # as `encode` has it
+        assert bytes_RZ is None  # `encode` makes none
         dtype = rows_RW.dtype
         packed_RP = self._grouped_mm(
             rows_RW, weights.w_up_gate_LPW.to(dtype).transpose(1, 2), counts_L
@@ -142,7 +142,7 @@ class MatmulBackend:
 
 
 def _rows_of(bias_LX: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:
-    """The bias of each row's expert; an embedding, whose backward sorts instead of adding atomically."""
+    """The bias of each row's expert, by an embedding: its backward sorts, where that of an index adds atomically."""
     expert_of_row = torch.searchsorted(
         counts_L.cumsum(0), torch.arange(num_rows, device=counts_L.device), right=True
     )

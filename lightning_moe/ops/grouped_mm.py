@@ -64,13 +64,13 @@ def _grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
 
 @_grouped_mm.register_fake
 def _(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
-    # Why there is an operator of our own: what the compiler sees of torch 2.13's takes bfloat16 only.
+    # An operator of our own, because the shape rule that the compiler has for torch 2.13's takes bfloat16 only.
     groups = (len(ends_G),) if right.dim() == left.dim() else ()
     return left.new_empty((*groups, left.shape[0], right.shape[-1]))
 
 
 class _TorchGroupedMatmul(torch.autograd.Function):
-    """torch's own backward refuses expanded gradients and has left garbage in the gradients of idle groups."""
+    """torch's own backward refuses expanded gradients and has left the gradients of idle groups uninitialised."""
 
     @staticmethod
     def forward(ctx: Context, rows_RX: Tensor, weight_GXY: Tensor, ends_G: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Statistics of how evenly experts are used. They read integer counts, never losses.
 
 Every function takes counts of one layer, or of several that have equally many experts, experts last. A layer that
-counted nothing is even. Ratios don't add up: sum counts over batches and ranks first, then ask.
+counted nothing is even. Ratios don't add up: sum counts over batches and ranks first.
 """
 
 import math
@@ -58,14 +58,14 @@ def load_variation(counts: Int[Tensor, "*layers E"]) -> Float[Tensor, "*layers"]
 
 
 def dead_share(counts: Int[Tensor, "*layers E"]) -> Float[Tensor, "*layers"]:
-    """Share of the experts that got nothing while others did."""
+    """Share of experts without a token copy; 0 where no expert has one."""
     return (relative_load(counts) == 0).double().mean(dim=-1)
 
 
 def drop_rate(
     requested: Int[Tensor, "*layers E"], kept: Int[Tensor, "*layers E"]
 ) -> Float[Tensor, "*layers"]:
-    """Share of the requested token copies (routes) that were not computed."""
+    """Share of the requested token copies that were not computed."""
     wanted = requested.sum(dim=-1)
     return (wanted - kept.sum(dim=-1)) / wanted.clamp(min=1).to(torch.float64)
 

@@ -22,7 +22,7 @@ def balance_loss(
     """Load-balancing loss E * sum_e f_e * P_e, added up over layers.
 
     f_e is the share of token copies that expert e was asked for (no gradient), P_e the mean of its scores. It is 1
-    per layer at perfect balance, but below 1 is no proof of balance: it only sees the product of both deviations.
+    per layer at perfect balance, but a value below 1 doesn't prove balance: only the product of both deviations counts.
 
     Args:
         records: what the layers' forwards returned, in any order.

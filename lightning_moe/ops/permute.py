@@ -1,4 +1,4 @@
-"""Token copies sorted by expert, and back. Both directions, and both backwards, only gather."""
+"""Sorting of token copies by expert, and back; both directions and both backwards use gathers only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32
 
-# Enough to make wide copies small next to what is kept for backward, few enough for a GPU's launches.
+# Parts in which wide copies are made: small next to what is kept for backward, few enough for a GPU's launches.
 _NUM_PARTS: Final = 16
 
 
@@ -88,7 +88,7 @@ def dot_of_rows(
 ) -> Float[Tensor, " N"]:
     """Dot product of each pair of rows, in at least float32; products exist for few rows at a time."""
     if torch.compiler.is_compiling():
-        # Fused, the products exist nowhere; and the number of parts would depend on the number of rows.
+        # Fused code stores no products; and a loop over parts would compile anew for other numbers of rows.
         return (left_ND.to(at_least_float32(left_ND.dtype)) * right_ND).sum(dim=-1)
     parts = zip(left_ND.chunk(_NUM_PARTS), right_ND.chunk(_NUM_PARTS), strict=True)
     return torch.cat([_wide_product(left, right).sum(dim=-1) for left, right in parts])

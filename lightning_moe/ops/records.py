@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRoutes:
-    """Where each token of one micro-batch went, without gradient, in the order of the tokens.
+    """The experts that each token of one micro-batch was sent to, without gradient, in the order of the tokens.
 
     Padding is routed like any token and has its row; `valid_T` says which rows count.
 
@@ -18,7 +18,7 @@ class TokenRoutes:
         weights_TK: their weights in the layer's output.
         margin_T: selection score of the last chosen expert minus that of the best one not chosen. Scores are those
             that the choice saw: with the selection bias, on the score grid, and -inf outside the best groups.
-            +inf where nothing else could have been chosen (K = E, or a group limit that leaves K); below 0 only
+            +inf where no other expert could have been chosen (K = E, or a group limit that leaves K); below 0 only
             where the scores did not decide (`uniform_expert_assignment`).
         entropy_T: entropy of the scores that add up to 1 per token (nats): 0 is certain, log(E) undecided.
         valid_T: whether the row counts in the sums of its `Routing`.
@@ -33,7 +33,7 @@ class TokenRoutes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
-    """What one MoE layer did with one micro-batch, over its valid tokens only.
+    """The routing record of one MoE layer and one micro-batch: sums over its valid tokens.
 
     Returned by `forward`, never accumulated inside it: recomputation, evaluation and a second forward can't
     count twice. All but `tokens` are sums over tokens, so records of several micro-batches or ranks simply add up.
@@ -47,7 +47,7 @@ class Routing:
         num_tokens: valid tokens (int64).
         requested_BE, score_sums_BE, num_tokens_B: the same per sequence, where the balance scope is `sequence`.
         lost_tokens: tokens none of whose copies were kept (int64); None from a dispatcher that never drops.
-        tokens: what happened to each token, while the router's `trace` is on.
+        tokens: the experts of each token, while the router's `trace` is on.
     """
 
     requested_E: Int[Tensor, " E"]

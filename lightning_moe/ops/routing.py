@@ -60,7 +60,7 @@ def limit_to_groups(
 
 
 def to_score_grid(selection_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
-    """Scores rounded to multiples of 2^-14, so that last-bit noise becomes a tie, which lowest index settles."""
+    """Scores rounded to multiples of 2^-14, so that noise in last bits becomes a tie, which the lowest index wins."""
     return (selection_TE * SCORE_GRID).round() / SCORE_GRID
 
 

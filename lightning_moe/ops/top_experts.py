@@ -48,7 +48,7 @@ def _top_with_repaired_ties(scores: Tensor, k: int) -> Tensor:
 
 
 def _top_by_unique_keys(scores: Tensor, k: int) -> Tensor:
-    """The same answer without a host sync: scores as order-preserving integers, the index in their low bits.
+    """The same result without a host sync: scores as order-preserving integers, the index in their low bits.
 
     16 bits hold the index, so it serves up to 65,536 experts.
     """

@@ -54,7 +54,7 @@ class ShardedState:
                 targets = [self._target(names, parameter) for parameter in group["params"]]
                 for parameter, target in zip(group["params"], targets, strict=True):
                     if target is not parameter and parameter in optimizer.state:
-                        # A few, like Adagrad, make their state on construction.
+                        # A few, like Adagrad, make their state on construction: this rank keeps its part of it.
                         whole = optimizer.state.pop(parameter)
                         spec = layout.specs[names[parameter]]
                         optimizer.state[target] = _part_of_state(whole, parameter, spec)
@@ -70,7 +70,7 @@ class ShardedState:
             return self.targets[spec.name]
         wide = at_least_float32(parameter.dtype)
         if not spec.split and parameter.dtype == wide and spec.name not in self._stores:
-            return parameter
+            return parameter  # the optimizer updates all of it, in a type that needs no master
         target = nn.Parameter(
             part_of(parameter.contiguous(), spec).to(wide), requires_grad=parameter.requires_grad
         )
@@ -79,11 +79,12 @@ class ShardedState:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give all replicas the weights that the step has changed."""
+        """Gather the weights that the step has changed on all replicas."""
         for specs in self._buckets:
             group = self.layout.replicas(specs[0])
             weights = [self.layout.parameters[spec.name] for spec in specs]
             parts = [self.targets[spec.name].detach() for spec in specs]
+            # Cast before they travel: other ranks need the weights, not the masters.
             own = torch.cat([part.to(w.dtype) for part, w in zip(parts, weights, strict=True)])
             everyone = own.new_empty(group.size * len(own))
             group.all_gather(everyone, own)
@@ -105,7 +106,7 @@ class ShardedState:
 
     @property
     def released(self) -> list[str]:
-        """Names of the weights that aren't there."""
+        """Names of the weights that are dropped."""
         return [
             name
             for name in self._stores
@@ -121,12 +122,13 @@ class ShardedState:
                 continue
             store.hold(weight.detach())
             if self.layout.specs[name].split and target.dtype == weight.dtype:
-                target.data = target.detach().clone()  # it was a part of what goes now
+                # It is a view of the weight that is dropped below.
+                target.data = target.detach().clone()
             release_(weight)
 
     @torch.no_grad()
     def restore(self, device: torch.device | None = None) -> None:
-        """Bring them back, to another device if one is given; all replicas call it."""
+        """Give dropped weights their values again, on another device if one is given; all replicas call it."""
         for name in self.released:
             weight = self.layout.parameters[name]
             self._stores[name].let_go()
@@ -146,7 +148,7 @@ class ShardedState:
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take the optimizer's weights from the model's, after those were loaded."""
+        """Copy the model's weights into the optimizer's, after weights were loaded."""
         for name, target in self.targets.items():
             weight = self.layout.parameters[name].contiguous()
             target.copy_(part_of(weight, self.layout.specs[name]))

@@ -1,4 +1,4 @@
-"""Everything that talks between ranks, apart from the strategy that drives it."""
+"""Communication between ranks: meshes, collectives, transports, reduction and clipping of gradients."""
 
 from lightning_moe.parallel.apply import apply_expert_parallel
 from lightning_moe.parallel.collectives import AxisGroup, Ledger, ProcessMesh

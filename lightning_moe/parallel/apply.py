@@ -13,7 +13,7 @@ from lightning_moe.parallel.mesh import MeshShape
 def apply_expert_parallel(
     module: nn.Module, shape: MeshShape, rank: int, make_dispatcher: Callable[[MoE], Dispatcher]
 ) -> None:
-    """Keep this rank's experts in every MoE layer of `module` and swap in a dispatcher that reaches the others.
+    """Keep this rank's experts in every MoE layer of `module`, and give it a dispatcher that reaches the others.
 
     Works on meta tensors as well, and changes nothing in a module that is spread this way already.
 

@@ -31,7 +31,7 @@ def global_norm(
     if gradients:
         stacked = _norms([gradient for gradient, _ in gradients], norm_type)
         if infinite:
-            # Ranks may pick either of a number and NaN as the larger: infinity says the same and always wins.
+            # The maximum of a number and NaN may be either, and differ between ranks; that with infinity is infinity.
             total = stacked.max().nan_to_num(nan=math.inf, posinf=math.inf)
         else:
             shares = torch.tensor(

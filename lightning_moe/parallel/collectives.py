@@ -33,20 +33,20 @@ class Ledger:
         self.bytes: Counter[tuple[str, str]] = Counter()
 
     def enter(self, kind: str, axis: str, payload: Tensor) -> None:
-        """Note one call."""
+        """Count one call."""
         self.calls[kind, axis] += 1
         self.bytes[kind, axis] += payload.numel() * payload.element_size()
 
     def clear(self) -> None:
-        """Start anew."""
+        """Set all counts to 0."""
         self.calls.clear()
         self.bytes.clear()
 
 
 class AxisGroup:
-    """The ranks along one mesh axis that this rank belongs to. Alone, it communicates nothing.
+    """The ranks along one mesh axis that this rank belongs to. A group of one rank communicates nothing.
 
-    Copies of a module share it: a process group is a connection, not a value. Pickled, it loses the connection.
+    Copies of a module share one object, since a process group can't be copied; a pickled one comes back unconnected.
 
     Attributes:
         axis: its name.
@@ -135,7 +135,7 @@ class AxisGroup:
         self._run("broadcast", tensor, lambda g: dist.broadcast(tensor, self.ranks[0], group=g))
 
     def disconnect(self) -> None:
-        """Let go of the process group."""
+        """Drop the process group."""
         self._group = None
 
     def _run(self, kind: str, payload: Tensor, call: Callable[[dist.ProcessGroup], T]) -> T | None:
@@ -185,7 +185,7 @@ class ProcessMesh:
         if len(own) == self.shape.world:
             group = _world()
         elif len(own) > 1:
-            # Every rank takes part in making every group, also of those it isn't in.
+            # All ranks take part in making each group, also those outside of it.
             for ranks in self.shape.groups(axis):
                 made = dist.new_group(
                     list(ranks), timeout=timeout, group_desc=f"lightning_moe.{axis}"

@@ -1,4 +1,4 @@
-"""Who holds which part of every parameter: built once, by name, read by everything that touches parameters."""
+"""Which rank holds which part of each parameter; reducer, clipping, optimizer and checkpoints read it."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -20,8 +20,8 @@ class ParamSpec:
         name: its name, the same on all ranks and free of wrappers' prefixes.
         kind: `expert` for weights of routed experts, else `non_expert`.
         shape: of the local tensor.
-        num_shards, shard_index: other ranks hold other experts; dimension 0 goes on there.
-        num_replicas, replica_index: other ranks hold the same tensor.
+        num_shards, shard_index: over the ranks that hold other experts, along dimension 0.
+        num_replicas, replica_index: over the ranks that hold the same tensor.
         split: whether the optimizer splits it over its replicas.
     """
 
@@ -85,7 +85,7 @@ class ParamLayout:
         self.mesh = mesh
         self.parameters: dict[str, nn.Parameter] = {}
         self.specs: dict[str, ParamSpec] = {}
-        # By owner, not by a mark on the tensor: deepcopy, casts and re-creation lose marks.
+        # By owner, not by a mark on the tensor, which deepcopy, casts and re-creation would lose.
         experts = {
             parameter
             for owner in module.modules()

@@ -118,7 +118,7 @@ def divisors(number: int) -> list[int]:
 
 
 def check_experts(num_experts: int, ep: int) -> None:
-    """Experts are spread evenly or not at all.
+    """Check that experts can be spread evenly.
 
     Raises:
         ValueError: if `ep` doesn't divide `num_experts`.
@@ -131,7 +131,7 @@ def check_experts(num_experts: int, ep: int) -> None:
 
 
 def check_expert_parallel(requested: object) -> None:
-    """What can be told of a request before ranks and experts are known.
+    """Check a request as far as that is possible before ranks and experts are known.
 
     Raises:
         ValueError: if it is neither a positive integer nor `auto`.

@@ -49,14 +49,14 @@ class _Bucket:
 class GradientReducer:
     """Means of gradients over each parameter's replicas, bucket by bucket, in one fixed order on every rank.
 
-    A bucket leaves when all its parameters have their gradients and all buckets before it have left; `finish`
+    A bucket is sent when all its parameters have their gradients and all buckets before it have been sent; `finish`
     sends the rest. Sums run in at least float32, over ranks and over micro-batches. Gradients of experts arrive
     divided by ep (see `transports.exchange.Exchange`); the mean over their ep_dp replicas makes that 1/world, as for
     all other parameters, also when backward runs several times per step.
 
     Attributes:
         enabled: off for all but the last micro-batch of a step.
-        scale: factor on all gradients of the next reduction (0-d), which costs no pass of its own; None is 1.
+        scale: factor on all gradients of the next reduction (0-d), applied while messages are written; None is 1.
         launches: (bucket, whether backward was still running) in order, of the last reduction.
 
     Args:
@@ -117,7 +117,7 @@ class GradientReducer:
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # as said above
 
     def finish(self) -> None:
-        """Send what hasn't left yet, wait, and hand gradients to their owners. Call after the backward of a step.
+        """Send the buckets that are left, wait, and give parameters their gradients. Call after the backward of a step.
 
         Raises:
             RuntimeError: if a parameter that was frozen when training began isn't any more.
@@ -143,7 +143,8 @@ class GradientReducer:
 
     def _before_gradient(self, name: str) -> None:
         if name in self.targets and not self.targets[name].requires_grad:
-            # `toggle_optimizer` has frozen the optimizer's parameter, which stands for this one.
+            # `toggle_optimizer` has frozen the optimizer's parameter. The model's own one still gets a gradient: this
+            # puts aside what it had, so that `_on_gradient` can drop the new one.
             parameter = self.layout.parameters[name]
             self._held[name], parameter.grad = parameter.grad, None
 
@@ -155,6 +156,7 @@ class GradientReducer:
         if gradient is not None and gradient.dtype != at_least_float32(gradient.dtype):
             self._add_wide(name, gradient)
             parameter.grad = None
+        # Micro-batches before the last one of a step only add up; nothing is sent for them.
         if self.enabled:
             self._buckets[self._bucket_of[name]].ready.add(name)
             self._launch_in_order(in_backward=True, force=False)
@@ -167,6 +169,8 @@ class GradientReducer:
             self._wide_sums[name] = gradient.to(at_least_float32(gradient.dtype))
 
     def _launch_in_order(self, *, in_backward: bool, force: bool) -> None:
+        # Backward may fill buckets in another order on another rank (unused parameters, data-dependent branches), but
+        # collectives must start in the same order on all of them.
         if self._next == 0:
             self.launches.clear()
         while self._next < len(self._buckets):
@@ -181,6 +185,7 @@ class GradientReducer:
         size = bucket.group.size
         device = self.layout.parameters[bucket.specs[0].name].device
         rows = size if bucket.scatter else 1
+        # Zeros, since a parameter without a gradient here may have one on another rank.
         message = torch.zeros(rows, bucket.num_columns, dtype=bucket.dtype, device=device)
         for spec, columns, flag in bucket.places():
             gradient = self._take(spec)
@@ -196,7 +201,7 @@ class GradientReducer:
             bucket.work = bucket.group.all_reduce(message, async_op=True)
 
     def _take(self, spec: ParamSpec) -> Tensor | None:
-        """The local gradient of the window, which leaves its parameter."""
+        """Take this rank's gradient, summed over micro-batches, off its parameter."""
         parameter = self.layout.parameters[spec.name]
         gradient = self._wide_sums.pop(spec.name, parameter.grad)
         parameter.grad = None
@@ -206,7 +211,7 @@ class GradientReducer:
         reduced = bucket.reduced
         assert reduced is not None
         for spec, columns, flag in bucket.places():
-            # The flag is only read where this rank had no gradient; elsewhere some rank, this one, had one.
+            # Reading a flag waits for the device, so it is read only where this rank had no gradient and can't know.
             if spec.name in bucket.ready or reduced[0, flag].item() > 0:
                 self._give(spec, reduced[0, columns])
         bucket.ready.clear()
@@ -215,7 +220,8 @@ class GradientReducer:
     def _give(self, spec: ParamSpec, gradient: Tensor) -> None:
         target = self.targets.get(spec.name, self.layout.parameters[spec.name])
         gradient = gradient.view(target.shape).to(target.dtype)
-        # Several backwards per step: a replicated gradient left with `_take` and came back inside this mean.
+        # After an earlier backward of the step, an optimizer's own part holds that backward's mean, to be added to. A
+        # model's own parameter gave its gradient away in `_take`, so that this mean contains it already.
         adds_up = spec.name in self.targets and target.grad is not None
         if adds_up:
             assert target.grad is not None
@@ -239,5 +245,5 @@ def _make_buckets(layout: ParamLayout, bucket_bytes: int) -> list[_Bucket]:
             bucket = open_buckets[key] = _Bucket(layout.replicas(spec), spec.split, dtype)
         bucket.specs.append(spec)
         complete_at[id(bucket)] = place, bucket
-    # In the order in which they fill up, so that none waits behind one that fills later.
+    # In the order in which they fill up, so that no full bucket waits for one that fills later.
     return [bucket for _, bucket in sorted(complete_at.values(), key=lambda entry: entry[0])]

@@ -1,4 +1,4 @@
-"""Equal weights where equal weights belong, from the first step on."""
+"""Equal values for replicas before the first step, and memory for tensors on the meta device."""
 
 import torch
 from torch import nn

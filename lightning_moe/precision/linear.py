@@ -44,7 +44,7 @@ class LinearRecipe:
     def convert(self, linear: nn.Linear) -> nn.Linear:
         """A layer that computes in eight bits with the parameters, hooks and mode of `linear`.
 
-        It shares them as one module does: what happens to either happens to both. State dicts, optimizers and
+        Both layers share them, so that a change of one is a change of the other. State dicts, optimizers and
         checkpoints see no difference.
         """
         converted = _to_mxfp8(linear, self) if self.name == "mxfp8" else _to_float8(linear, self)
@@ -107,7 +107,7 @@ class MXFP8Linear(nn.Linear):
         num_rows = len(rows)
         if missing := -num_rows % BLOCK:
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        # Both are in the type of autocast already: it leaves torchao's tensors alone.
+        # Both are in the type of autocast already, which doesn't cast torchao's tensors.
         y: Tensor = self.multiply(rows, self.weight.to(dtype))[:num_rows]
         if self.bias is not None:
             y = y + self.bias.to(dtype)

@@ -99,7 +99,7 @@ class QuantizedBackend:
 
     Args:
         recipe: formats and matmul.
-        fp8_only: refuse to train weights that somebody still keeps beside their codes.
+        fp8_only: refuse to train weights that exist beside their codes.
     """
 
     def __init__(self, recipe: Recipe, *, fp8_only: bool = False) -> None:
@@ -151,7 +151,7 @@ class QuantizedBackend:
         counts_L: Int[Tensor, " L"],
         bytes_RZ: UInt8[Tensor, "R Z"] | None = None,
     ) -> Float[Tensor, "R W"]:
-        """See `ExpertBackend.__call__`; the compiler goes around it."""
+        """See `ExpertBackend.__call__`; kept out of compiled graphs."""
         if self.fp8_only and weights.training and torch.is_grad_enabled():
             _refuse_kept(weights)
         if bytes_RZ is None:
@@ -203,8 +203,8 @@ class _QuantizedExperts(torch.autograd.Function):
         rows, up_gate, up_gate_back, down_back, down = _pairs(flat)
         packed_RP = recipe.matmul(rows, up_gate, counts_L, rows_RW.dtype)
         hidden = recipe.quantize(_swiglu(packed_RP))
-        # Backward works with the codes: a weight may change before it. They aren't saved as activations are, whose
-        # hooks may copy them elsewhere: the stores have them anyway.
+        # Backward reads the codes, since a weight may change before it. They aren't saved as activations are, whose
+        # hooks may copy them to the host: the stores keep them anyway.
         ctx.recipe, ctx.dtypes = recipe, (w_up_gate.dtype, w_down.dtype)
         ctx.weights_back = up_gate_back, down_back
         ctx.save_for_backward(counts_L, packed_RP, *_flat(rows))

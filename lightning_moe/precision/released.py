@@ -1,4 +1,4 @@
-"""Parameters without values: identity, name, shape, hooks and gradient stay, and whatever needs a value is refused."""
+"""Parameters without values: identity, name, shape, hooks and gradient stay; reading values is refused."""
 
 from collections.abc import Callable, Sequence
 from types import MethodWrapperType
@@ -48,7 +48,7 @@ class ReleasedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - torch's signature
-        """Let metadata, gradient and hooks through."""
+        """Allow access to metadata, gradient and hooks."""
         if _needs_values(func):
             refuse_values(_name_of(func))
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -75,7 +75,7 @@ def _needs_values(func: Callable[..., Any]) -> bool:
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """What a user would have written."""
+    """The operation as a user would write it."""
     name: str = getattr(func, "__name__", str(func))
     if isinstance(func, MethodWrapperType):
         verb = "reading" if name == "__get__" else "setting"
@@ -98,9 +98,9 @@ def refuse_values(what: str) -> Never:
 
 
 def release_(parameter: nn.Parameter) -> None:
-    """Give up the values and their memory."""
+    """Drop the values and free their memory."""
     nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-    # Without strides, so that also what goes around Python finds NaN, and can't write.
+    # With a stride of 0, so that C++ code, which skips these checks, reads NaN and can't write.
     parameter.data = nothing.expand(parameter.shape)
     parameter.__class__ = ReleasedParameter
 

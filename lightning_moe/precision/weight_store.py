@@ -38,7 +38,7 @@ class WeightStore:
     weights for evaluation: so a change of mode counts, too, and after any other such write `forget` must be called.
     Copies and pickles start empty, and nothing here is in a state dict.
 
-    Of a `ReleasedParameter` it has the codes that `hold` was given last, and nothing to make them anew from.
+    For a `ReleasedParameter` it has the codes that `hold` made last; there are no values to make others from.
 
     Bytes per weight with MXFP8: 2 * 33/32.
 
@@ -88,13 +88,13 @@ class WeightStore:
         return 0 if self._layouts is None else sum(layout.nbytes for layout in self._layouts)
 
     def hold(self, weight_GXY: Float[Tensor, "G X Y"]) -> None:
-        """Take the codes of a value that isn't kept itself; until `let_go`, `forget` spares them."""
-        self._layouts = None  # old and new codes needn't be there at once
+        """Keep the codes of a weight that is dropped; `forget` keeps them, too, until `let_go`."""
+        self._layouts = None  # frees the old codes before new ones are made
         self._layouts = self._quantized(weight_GXY)
         self._holds = True
 
     def let_go(self) -> None:
-        """Drop them, and follow a weight again."""
+        """Drop these codes, and quantize the weight again at the next use."""
         self._holds = False
         self.forget()
 

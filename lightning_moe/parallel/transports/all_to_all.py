@@ -60,7 +60,7 @@ class AllToAllDispatch(Transport):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
+class ExchangePlan:
     """How token copies reached the ranks of their experts; `combine` needs it to return their outputs.
 
     Attributes:
@@ -74,7 +74,7 @@ class Route:
     regroup: Plan | None
 
 
-pytree.register_dataclass(Route)  # nodes of autograd keep its tensors
+pytree.register_dataclass(ExchangePlan)  # nodes of autograd keep its tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,19 +155,21 @@ class AllToAllDispatcher:
         return Dispatched(
             rows_RW=rows_RW,
             counts_L=flight.counts_GL.sum(dim=0),
-            back=Route(plan=flight.plan, to_experts=flight.to_experts, regroup=regroup),
+            back=ExchangePlan(plan=flight.plan, to_experts=flight.to_experts, regroup=regroup),
         )
 
     @outside_of_graphs
     def combine(
-        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], back: Route
+        self, rows_RW: Float[Tensor, "R W"], weights_TK: Float[Tensor, "T K"], back: ExchangePlan
     ) -> Float[Tensor, "T W"]:
         """Send the outputs back, then add them up with their weights."""
         rows_RW = _as_received(rows_RW, back.regroup)
         return combine(back.to_experts.bring_back(rows_RW), weights_TK, back.plan)
 
     @outside_of_graphs
-    def token_gradient(self, grad_RW: Float[Tensor, "R W"], back: Route) -> Float[Tensor, "T W"]:
+    def token_gradient(
+        self, grad_RW: Float[Tensor, "R W"], back: ExchangePlan
+    ) -> Float[Tensor, "T W"]:
         """See `Dispatcher.token_gradient`."""
         grad_NW = back.to_experts.backward(_as_received(grad_RW, back.regroup))
         return sum_of_copies(grad_NW, back.plan)
