@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from lightning_moe import TokenBatch
-from tests.kit import reference
+from tests.kit import reference, reference_model
 from tests.kit.by_hand import train_by_hand
 from tests.kit.ranks import run_ranks
 from tests.kit.runs import (
@@ -188,7 +188,7 @@ def test_validation_on_two_ranks_is_the_mean_over_the_tokens_of_both(
 ) -> None:
     weights = two_ranks[0]["partial"].weights
     batch = _joined(make_batches(VAL_LENGTHS))
-    logits, _ = reference.transformer(batch.ids_BS, weights, tiny_config(**LOSSES))
+    logits, _ = reference_model.transformer(batch.ids_BS, weights, tiny_config(**LOSSES))
     nats = reference.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten())
     for results in two_ranks:
         assert results["validated"]["val/ce"] == pytest.approx(nats.item() / 29, rel=1e-12)
@@ -286,7 +286,7 @@ def test_without_a_language_model_loss_routers_follow_the_balance_alone(tmp_path
     weights = {name: w.detach().double() for name, w in module.model.state_dict().items()}
     names = [f"blocks.{layer}.feed_forward.router.weight" for layer in range(2)]
     leaves = [weights[name].requires_grad_() for name in names]
-    _, routed = reference.transformer(batch.ids_BS, weights, config)
+    _, routed = reference_model.transformer(batch.ids_BS, weights, config)
     loss = torch.zeros((), dtype=torch.float64)
     for decisions, length in zip(routed, (8, 3, 5), strict=True):
         for decision in decisions:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_moe import MoEModule, OptimConfig, TokenDataModule, TransformerConfig
-from tests.kit import reference
+from tests.kit import reference, reference_model
 from tests.kit.runs import (
     GAMMA,
     Run,
@@ -243,7 +243,7 @@ def test_the_validation_loss_is_the_mean_over_tokens_of_unequal_batches(tmp_path
     weights = {name: value.double() for name, value in module.model.state_dict().items()}
     nats, num_tokens = 0.0, 0
     for batch in BATCHES:
-        logits, _ = reference.transformer(batch.ids_BS, weights, module.config)
+        logits, _ = reference_model.transformer(batch.ids_BS, weights, module.config)
         labels = batch.labels_BS.flatten()
         nats += reference.cross_entropy(logits.flatten(0, 1), labels).item()
         num_tokens += int((labels != -100).sum())

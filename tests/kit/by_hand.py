@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe import MoEModule, TokenBatch, TransformerConfig
-from tests.kit import reference
+from tests.kit import reference, reference_model
 from tests.kit.runs import GAMMA, LEARNING_RATE, NUM_EXPERTS, Run
 
 
@@ -67,7 +67,7 @@ def _losses(
     counts = [[0] * NUM_EXPERTS for _ in range(num_layers)]
     num_tokens = sum(int((batch.labels_BS != -100).sum()) for batch in batches)
     for batch in batches:
-        logits, routed = reference.transformer(batch.ids_BS, weights, config)
+        logits, routed = reference_model.transformer(batch.ids_BS, weights, config)
         ce = ce + reference.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten())
         valid = batch.labels_BS != -100
         for layer in range(num_layers):

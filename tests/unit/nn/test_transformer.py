@@ -19,7 +19,7 @@ from lightning_moe.config import (
 )
 from lightning_moe.nn import MoETransformer, balance_loss
 from lightning_moe.nn.router_losses import router_losses
-from tests.kit import reference
+from tests.kit import reference, reference_model
 from tests.kit.randomized import randomized
 
 MOE = MoEConfig(
@@ -83,7 +83,7 @@ def test_every_variant_equals_the_reference(
 ) -> None:
     model, ids = _model(_config(**VARIANTS[variant]), generator), _ids(generator)
     with torch.no_grad():
-        expected, routed = reference.transformer(
+        expected, routed = reference_model.transformer(
             ids, model.state_dict(), model.config, documents=documents
         )
         logits, records = model(ids, document_ids_BS=documents)
@@ -100,7 +100,7 @@ def test_every_gradient_equals_the_reference(variant: str, generator: torch.Gene
     names, leaves = zip(*model.named_parameters(), strict=True)
     logits, records = model(ids)
     weights = {**model.state_dict(), **dict(model.named_parameters())}
-    expected, routed = reference.transformer(ids, weights, model.config)
+    expected, routed = reference_model.transformer(ids, weights, model.config)
     labels = torch.tensor([3, -100, 10, 0])
     ours = torch.nn.functional.cross_entropy(logits[0], labels, reduction="sum")
     ours = ours + balance_loss(records)
@@ -241,7 +241,7 @@ def test_router_losses_are_weighted_and_added_up_over_layers(generator: torch.Ge
     overrides = {index: LayerConfig(moe=moe) for index, moe in enumerate(moes)}
     model, ids = _model(_config(layer_overrides=overrides), generator), _ids(generator)
     weights = {**model.state_dict(), **dict(model.named_parameters())}
-    _, routed = reference.transformer(ids, weights, model.config)
+    _, routed = reference_model.transformer(ids, weights, model.config)
     layers, records = _layers(model), model(ids)[1]
     losses = router_losses(layers, records)
     batch = [torch.cat([sequence[0].ids for sequence in routed])]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_moe.ops import sdpa_attention
 from lightning_moe.ops.attention import attention_mask
-from tests.kit import reference
+from tests.kit import reference_model
 
 CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])
@@ -46,7 +46,7 @@ def test_attention_equals_the_reference(
     mask = attention_mask(6, window=window, document_ids_BS=documents, device=CPU)
     mixed = sdpa_attention(q, k, v, mask)
     for sequence in range(2):
-        expected = reference.attention(
+        expected = reference_model.attention(
             q[sequence],
             k[sequence],
             v[sequence],

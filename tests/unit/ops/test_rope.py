@@ -5,7 +5,7 @@ import math
 import torch
 
 from lightning_moe.ops import apply_rope, rope_angles
-from tests.kit import reference
+from tests.kit import reference_model
 
 
 def _turned(x: torch.Tensor, positions: torch.Tensor, theta: float = 100.0) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_every_head_equals_the_reference(generator: torch.Generator) -> None:
     for sequence in range(2):
         for head in range(3):
             for position in range(5):
-                expected = reference.rope(x[sequence, head, position], position, 100.0)
+                expected = reference_model.rope(x[sequence, head, position], position, 100.0)
                 torch.testing.assert_close(turned[sequence, head, position], expected)
 
 
