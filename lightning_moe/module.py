@@ -28,12 +28,12 @@ from lightning_moe.nn.init import draw_seed
 from lightning_moe.ops.compiled import compile_refusal
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
 from lightning_moe.optim import build_optimizer, learning_rate_factor
+from lightning_moe.optim.released import refuse_released
 from lightning_moe.step import StepWindow, close_window, step_router_losses
 from lightning_moe.step.window import refuse_unclosed
 from lightning_moe.strategy import ExpertParallelStrategy
 from lightning_moe.strategy.expert_backends import settle_backends
 from lightning_moe.strategy.log_step import align_log_step
-from lightning_moe.strategy.released_weights import refuse_released
 
 
 class MoEModule(L.LightningModule):

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_moe.config import MoEConfig, TransformerConfig
-from lightning_moe.strategy.expert_backends import experts_of
+from lightning_moe.nn import routed_experts
 
 
 class ModelTable(L.Callback):
@@ -24,7 +24,7 @@ class ModelTable(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print it."""
-        layers = experts_of(pl_module)
+        layers = routed_experts(pl_module)
         # The types in which experts compute, and so what can run them, are those of the Trainer's precision.
         with trainer.precision_plugin.forward_context():
             backends = [experts.backend.taken(experts.sizes()) for experts in layers]

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_moe.checkpoint.whole import read_whole
 from lightning_moe.strategy import ExpertParallelStrategy
+from lightning_moe.strategy.hooks import there
 
 
 class StartFrom(L.Callback):
@@ -61,7 +62,7 @@ class StartFrom(L.Callback):
         states = checkpoint.get("optimizer_states", [])
         self._check_optimizers(trainer.optimizers, states)
         if ours:
-            ours.load_moments({"optimizer_states": states})
+            there(ours.checkpoints).load_moments(states)
         else:
             for optimizer, state in zip(trainer.optimizers, states, strict=True):
                 own_groups = optimizer.state_dict()["param_groups"]

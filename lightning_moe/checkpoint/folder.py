@@ -3,47 +3,31 @@
 A folder holds one `torch.distributed.checkpoint` of all tensors, each under its global name with its global shape,
 and `meta.pt` with everything else as plain types. Trees of tensors: `state_dict` and further ones shaped like the
 module (averaged weights, for example), and `optimizer_<i>` with flat moments and masters by parameter name.
-Tensors of one rank are given and taken as local tensors; `ParamLayout` says where they belong.
 """
 
 import io
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
 from typing import Any, Final
 
 import fsspec
 import torch
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lightning_moe.checkpoint.parts import FolderLayout, Part
-from lightning_moe.parallel.layout import plain_name
+from lightning_moe.checkpoint.joint_errors import agree
+from lightning_moe.checkpoint.outline import META, Place
+from lightning_moe.checkpoint.parts import Part
+from lightning_moe.checkpoint.trees import Tree
 
-META: Final = "meta.pt"
-# What `meta.pt` keeps under this key is needed to read the folder.
-INFO: Final = "lightning_moe_folder"
-# A float32 weight of a narrower one, among the optimizer's tensors.
-MASTER: Final = "master"
-Tree = dict[str, Any]
-Place = tuple[str, ...]
-
-# What reading a damaged checkpoint raises. torch's CheckpointException is no Exception.
-UNREADABLE: Final = (EOFError, KeyError, RuntimeError, UnpicklingError, CheckpointException)
 _UNWRITABLE: Final = (OSError, RuntimeError, TypeError, AttributeError, PicklingError)
 
 
@@ -71,35 +55,22 @@ class _LoadPlanner(DefaultLoadPlanner):
 # ---- writing -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """What saving needs to know of the ranks.
-
-    Attributes:
-        is_first: whether this one writes what all share.
-        agree: raises on all ranks if any has a problem (a message, or None); also makes them wait for each other.
-    """
-
-    is_first: bool
-    agree: Callable[[str | None], None]
-
-
-def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], world: World) -> None:
+def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], *, rank: int) -> None:
     """Write a folder aside, then put it in the place of an older one; a failure leaves that as it was.
 
     All ranks call it.
 
     Args:
         path: the folder, local or any fsspec URL.
-        trees: nested dicts with `Part` leaves.
+        trees: with `Part` leaves.
         meta: plain types; the first rank's are written.
-        world: who the ranks are.
+        rank: this one.
 
     Raises:
         RuntimeError: on all ranks, if one of them can't write.
     """
     aside = f"{path}.partial"
-    fs = get_filesystem(path)
+    fs, _ = url_to_fs(path)
 
     def clear() -> None:
         _remove(fs, aside)
@@ -109,14 +80,14 @@ def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], worl
         _write_meta(fs, f"{aside}/{META}", meta)
         _publish(fs, aside, path)
 
-    world.agree(_problem_of(clear) if world.is_first else None)
+    agree(_problem_of(clear) if rank == 0 else None, path)
     try:
         save_tensors(dict(trees), checkpoint_id=aside, planner=_SavePlanner())
     except CheckpointException as error:  # on all ranks
-        if world.is_first:
+        if rank == 0:
             _problem_of(lambda: _remove(fs, aside))
         raise RuntimeError(f"no checkpoint at {path}: {_first_failure(error)}") from None
-    world.agree(_problem_of(finish) if world.is_first else None)
+    agree(_problem_of(finish) if rank == 0 else None, path)
 
 
 def _problem_of(action: Callable[[], None]) -> str | None:
@@ -179,7 +150,7 @@ def existing_path(path: str) -> str:
     Raises:
         FileNotFoundError: if there is neither.
     """
-    fs = get_filesystem(path)
+    fs, _ = url_to_fs(path)
     for candidate in (path, f"{path}.previous"):
         if fs.exists(candidate):
             return candidate
@@ -192,33 +163,12 @@ def is_folder(path: str) -> bool:
     Raises:
         ValueError: if it is a folder, but not a whole one.
     """
-    fs = get_filesystem(path)
+    fs, _ = url_to_fs(path)
     if not fs.isdir(path):
         return False
     if missing := [name for name in (META, ".metadata") if not fs.exists(f"{path}/{name}")]:
         raise ValueError(f"{path} is not a complete checkpoint folder: it has no {missing[0]}")
     return True
-
-
-def read_meta(path: str) -> dict[str, Any]:
-    """`meta.pt` of a folder; it can't run code."""
-    with get_filesystem(path).open(f"{path}/{META}", "rb") as file:
-        meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    if INFO not in meta:
-        raise ValueError(f"{path} was written by another strategy, not by ExpertParallelStrategy")
-    return meta
-
-
-def read_sizes(path: str) -> dict[Place, TensorStorageMetadata]:
-    """Global shape and type of every tensor of a folder, by its place in the trees."""
-    reader = FsspecReader(path) if "://" in path else FileSystemReader(path)
-    # Relies on the map from flat names to places that DefaultSavePlanner keeps.
-    metadata: Metadata = reader.read_metadata()
-    return {
-        tuple(str(key) for key in metadata.planner_data[fqn]): saved
-        for fqn, saved in metadata.state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
-    }
 
 
 def load_parts(path: str, parts: Mapping[Place, Part], *, alone: bool = False) -> Tree:
@@ -245,32 +195,3 @@ def load_parts(path: str, parts: Mapping[Place, Part], *, alone: bool = False) -
             branch = branch.setdefault(key, {})
         branch[place[-1]] = part.tensor
     return tree
-
-
-def local_parts(
-    folder: FolderLayout,
-    sizes: Mapping[Place, TensorStorageMetadata],
-    info: Mapping[str, Any],
-    *,
-    optimizers: bool,
-) -> dict[Place, Part]:
-    """What this rank needs of the tensors that a folder holds; `optimizers`: theirs as well."""
-    parts: dict[Place, Part] = {}
-    for place, saved in sizes.items():
-        tree, name = place[0], place[1]
-        if tree in info["trees"]:
-            name = plain_name(name).removeprefix(info["trees"][tree]["prefix"])
-            parts[place] = folder.local_weight(saved, info["experts"].get(name))
-        elif optimizers and (part := folder.local_moment(name, saved)) is not None:
-            parts[place] = part
-    return parts
-
-
-def merge_trees(meta: Tree, trees: Tree) -> Tree:
-    """Put trees of tensors, and what isn't a tensor among them, back where they were taken from."""
-    for tree, origin in meta[INFO]["trees"].items():
-        branch = meta
-        for key in origin["path"][:-1]:
-            branch = branch[key]
-        branch[origin["path"][-1]] = trees.get(tree, {}) | origin["rest"]
-    return meta

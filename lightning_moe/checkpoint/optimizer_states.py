@@ -1,17 +1,20 @@
 """An optimizer's state by parameter name, as folders keep it and as a single process saves it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
-from lightning_moe.checkpoint.parts import FolderLayout, Part
+from lightning_moe.checkpoint.parts import Part, Parts
+
+MASTER: Final = "master"
+"""The name, among an optimizer's tensors, of the float32 copy of a narrower weight."""
 
 State = dict[str, dict[str, Any]]
 
 
 def split_off_tensors(
-    saved: Mapping[str, Any], folder: FolderLayout
+    saved: Mapping[str, Any], parts: Parts
 ) -> tuple[dict[str, dict[str, Part]], dict[str, Any]]:
     """Tensors of a state by name, as parts of global ones; and its groups with the values that are no tensors."""
     plain_values: State = {}
@@ -19,7 +22,7 @@ def split_off_tensors(
     for name, state in saved["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors.setdefault(name, {})[key] = folder.moment(name, value)
+                tensors.setdefault(name, {})[key] = parts.moment(name, value)
             else:
                 plain_values.setdefault(name, {})[key] = value
     return tensors, {"param_groups": saved["param_groups"], "plain": plain_values}
@@ -35,15 +38,13 @@ def merged(tensors: State, saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_name(
-    saved: Mapping[str, Any], own: Sequence[Sequence[str]], folder: FolderLayout
-) -> dict[str, Any]:
+def by_name(saved: Mapping[str, Any], own: Sequence[Sequence[str]], parts: Parts) -> dict[str, Any]:
     """Local parts of a torch optimizer's state, which counts parameters, by the names they have in this run.
 
     Args:
         saved: as `torch.optim.Optimizer.state_dict` gives it.
         own: names of the parameters in each group of this run.
-        folder: where parts lie.
+        parts: which are this rank's.
 
     Raises:
         ValueError: if groups are of other sizes.
@@ -64,8 +65,8 @@ def by_name(
     return {
         "state": {
             name_of[number]: {
-                key: folder.slice_moment(name_of[number], value)
-                if isinstance(value, Tensor) and value.dim() and name_of[number] in folder.specs
+                key: parts.slice_moment(name_of[number], value)
+                if isinstance(value, Tensor) and value.dim() and name_of[number] in parts.specs
                 else value
                 for key, value in state.items()
             }

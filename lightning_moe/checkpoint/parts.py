@@ -1,10 +1,10 @@
-"""Where the tensors of one rank lie in the global ones that a checkpoint holds."""
+"""Parts: the tensors of one rank, as blocks of the global ones that a checkpoint holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_moe.parallel.layout import ParamLayout
+from lightning_moe.parallel.layout import ParamLayout, plain_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,18 +48,28 @@ class Part:
         return [self._chunk()]
 
 
-class FolderLayout:
-    """Maps local tensors to blocks of global ones and back.
+class Parts:
+    """Which part of every global tensor is this rank's.
 
     Args:
-        layout: the parameters; experts' names decide, whoever owns the tensors.
+        layout: the parameters; a tensor is treated as the parameter of its name, whatever holds it.
         aliases: name in `layout` of parameters that go by several names.
+
+    Attributes:
+        specs: by name, aliases included.
     """
 
     def __init__(self, layout: ParamLayout, aliases: Mapping[str, str] | None = None) -> None:
-        self.layout = layout
+        self._mesh = layout.mesh
         names = {name: name for name in layout.specs} | dict(aliases or {})
         self.specs = {name: layout.specs[known] for name, known in names.items()}
+
+    @classmethod
+    def of_module(cls, module: nn.Module, layout: ParamLayout) -> "Parts":
+        """Those of a module's tensors, under all names that it has for them."""
+        known = layout.name_of()
+        named = module.named_parameters(remove_duplicate=False)
+        return cls(layout, {plain_name(name): known[parameter] for name, parameter in named})
 
     def weight(self, name: str, tensor: Tensor) -> Part:
         """A tensor shaped like a local parameter or buffer."""
@@ -82,15 +92,13 @@ class FolderLayout:
                 f"the optimizer keeps a tensor of {flat.numel()} elements for {name}, whose part here has "
                 f"{spec.chunk}; only elementwise optimizers can be saved with experts on several ranks"
             )
-        offset = spec.shard_index * spec.numel + spec.chunk_start
-        return Part(tensor=flat, whole=(spec.global_numel,), offsets=(offset,))
+        return Part(tensor=flat, whole=(spec.global_numel,), offsets=(spec.global_start,))
 
     def local_weight(self, saved: TensorStorageMetadata, num_experts: int | None) -> Part:
         """An empty tensor for what this rank needs of a saved one; `num_experts` if dimension 0 counts experts."""
         size, offsets = list(saved.size), [0] * len(saved.size)
-        mesh = self.layout.mesh
         if num_experts is not None:
-            experts = mesh.shape.experts_of(mesh.rank, num_experts)
+            experts = self._mesh.shape.experts_of(self._mesh.rank, num_experts)
             size[0], offsets[0] = len(experts), experts.start
         return Part(tensor=_empty(size, saved), whole=tuple(saved.size), offsets=tuple(offsets))
 
@@ -101,8 +109,11 @@ class FolderLayout:
         spec = self.specs.get(name)
         if spec is None or saved.size[0] != spec.global_numel:
             return None
-        offset = spec.shard_index * spec.numel + spec.chunk_start
-        return Part(tensor=_empty([spec.chunk], saved), whole=tuple(saved.size), offsets=(offset,))
+        return Part(
+            tensor=_empty([spec.chunk], saved),
+            whole=tuple(saved.size),
+            offsets=(spec.global_start,),
+        )
 
     def slice_weight(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole weight, as a single process saves it."""
@@ -117,8 +128,7 @@ class FolderLayout:
         spec = self.specs[name]
         if whole.numel() != spec.global_numel:
             return whole
-        start = spec.shard_index * spec.numel + spec.chunk_start
-        return whole.reshape(-1)[start : start + spec.chunk].clone()
+        return whole.reshape(-1)[spec.global_start : spec.global_start + spec.chunk].clone()
 
     def expert_counts(self) -> dict[str, int]:
         """Number of experts of every parameter whose dimension 0 counts them."""

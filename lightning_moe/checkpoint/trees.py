@@ -1,40 +1,58 @@
 """Finding everything in a checkpoint that holds tensors of the model, wherever a callback has put it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lightning_moe.checkpoint.folder import Tree
-from lightning_moe.checkpoint.parts import FolderLayout
+from lightning_moe.checkpoint.parts import Parts
 from lightning_moe.parallel.layout import plain_name
+
+Tree = dict[str, Any]
+"""Nested dicts with tensors, or parts of them, at the leaves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a tree of tensors was in a checkpoint.
+
+    Attributes:
+        path: keys that lead there.
+        prefix: of the names in it, before those that the module has.
+        rest: what in it is no tensor.
+    """
+
+    path: list[Any]
+    prefix: str
+    rest: dict[str, Any]
 
 
 def take_trees(
-    checkpoint: dict[str, Any], folder: FolderLayout
-) -> tuple[dict[str, Tree], dict[str, Any]]:
+    checkpoint: dict[str, Any], parts: Parts
+) -> tuple[dict[str, Tree], dict[str, Origin]]:
     """Take the weights, and all else that holds a tensor per expert weight, out of the checkpoint.
 
     Callbacks keep averaged weights at depth and under a prefix. Left where they are, the experts of all but the first
     rank would be lost.
 
     Returns:
-        Trees of `Part`s by name, and for each where it was, its prefix and what in it is no tensor.
+        Trees of `Part`s by name, and where each of them was.
     """
-    experts = folder.expert_counts()
+    experts = parts.expert_counts()
     trees: dict[str, Tree] = {}
-    origins: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
     for path, value, prefix in list(_model_shaped(checkpoint, experts, ())):
         tree = str(path[0]) if len(path) == 1 else f"extra_{len(trees)}"
         # Averaged weights keep torch.compile's names, which their callback looks for.
         name_of = plain_name if path == ("state_dict",) else str
         trees[tree] = {
-            name_of(name): folder.weight(plain_name(name).removeprefix(prefix), tensor)
+            name_of(name): parts.weight(plain_name(name).removeprefix(prefix), tensor)
             for name, tensor in value.items()
             if isinstance(tensor, Tensor)
         }
         rest = {name: entry for name, entry in value.items() if not isinstance(entry, Tensor)}
-        origins[tree] = {"path": list(path), "prefix": prefix, "rest": rest}
+        origins[tree] = Origin(path=list(path), prefix=prefix, rest=rest)
         del _branch(checkpoint, path)[path[-1]]
     return trees, origins
 

@@ -6,21 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from fsspec.core import url_to_fs
 from torch import Tensor, nn
 
-from lightning_moe.checkpoint.folder import (
-    INFO,
-    UNREADABLE,
-    Tree,
-    existing_path,
-    is_folder,
-    load_parts,
-    merge_trees,
-    read_meta,
-    read_sizes,
-)
-from lightning_moe.checkpoint.parts import Part
+from lightning_moe.checkpoint.folder import existing_path, is_folder, load_parts
+from lightning_moe.checkpoint.joint_errors import UNREADABLE
+from lightning_moe.checkpoint.outline import INFO, Outline, read_outline
+from lightning_moe.checkpoint.trees import Tree
 
 
 def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -40,8 +32,10 @@ def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]
     found = existing_path(str(path))
     try:
         if is_folder(found):
-            meta = read_meta(found)
-            return _single_process_format(meta, _read_tensors(found))
+            outline = read_outline(found)
+            return _single_process_format(
+                outline, load_parts(found, outline.whole_parts(), alone=True)
+            )
         return read_file(found, weights_only=weights_only)
     except UNREADABLE as error:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
@@ -64,43 +58,29 @@ def read_file(path: str, *, weights_only: bool = True) -> dict[str, Any]:
         ValueError: if it holds something else.
     """
     if "://" in path:
-        with get_filesystem(path).open(path, "rb") as file:
+        fs, _ = url_to_fs(path)
+        with fs.open(path, "rb") as file:
             content: object = torch.load(file, map_location="cpu", weights_only=weights_only)
     else:
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     if not isinstance(content, dict) or "state_dict" not in content:
         raise ValueError(f"{path} is no Lightning checkpoint: it has no state_dict")
-    return _single_process_format(content, content) if INFO in content else content
+    if INFO not in content:
+        return content
+    outline = Outline.of(content, {})
+    names = [*outline.origins, *(f"optimizer_{i}" for i in range(len(outline.optimizers or ())))]
+    trees = {name: outline.meta.pop(name) for name in names if name in outline.meta}
+    return _single_process_format(outline, trees)
 
 
-def _read_tensors(path: str) -> Tree:
-    parts = {
-        place: Part(
-            tensor=torch.empty(saved.size, dtype=saved.properties.dtype),
-            whole=tuple(saved.size),
-            offsets=(0,) * len(saved.size),
-        )
-        for place, saved in read_sizes(path).items()
-    }
-    return load_parts(path, parts, alone=True)
-
-
-def _single_process_format(content: Tree, trees: Tree) -> dict[str, Any]:
-    info = content[INFO]
-    names = list(info["trees"])
-    merged = merge_trees(content, {name: trees[name] for name in names if name in trees})
-    del merged[INFO]
-    for name in names:
-        if info["trees"][name]["path"] != [name]:
-            merged.pop(name, None)
-    if info["optimizers"] is not None:
-        merged["optimizer_states"] = [
-            _torch_format(trees.get(f"optimizer_{i}", {}), saved, merged["state_dict"])
-            for i, saved in enumerate(info["optimizers"])
+def _single_process_format(outline: Outline, trees: Tree) -> dict[str, Any]:
+    checkpoint = outline.filled(trees)
+    if outline.optimizers is not None:
+        checkpoint["optimizer_states"] = [
+            _torch_format(trees.get(f"optimizer_{i}", {}), saved, checkpoint["state_dict"])
+            for i, saved in enumerate(outline.optimizers)
         ]
-        for i in range(len(info["optimizers"])):
-            merged.pop(f"optimizer_{i}", None)
-    return merged
+    return checkpoint
 
 
 def _torch_format(

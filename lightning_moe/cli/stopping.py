@@ -6,8 +6,7 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_moe.strategy import ExpertParallelStrategy
-from lightning_moe.strategy.agreement import StopRequest
-from lightning_moe.strategy.stopping import save_at_sigterm
+from lightning_moe.strategy.stop_signal import StopRequest, save_at_sigterm
 
 
 class StopAtSigterm(L.Callback):

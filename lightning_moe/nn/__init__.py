@@ -4,7 +4,7 @@ from lightning_moe.nn.attention import Attention, register_attention_backend
 from lightning_moe.nn.block import Block
 from lightning_moe.nn.dispatch import Dispatched, Dispatcher, LocalDispatcher
 from lightning_moe.nn.expert_backends import register_expert_backend
-from lightning_moe.nn.experts import Experts
+from lightning_moe.nn.experts import Experts, routed_experts
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.moe import MoE, moe_layers, named_moe_layers
@@ -37,5 +37,6 @@ __all__ = [
     "recomputed",
     "register_attention_backend",
     "register_expert_backend",
+    "routed_experts",
     "z_loss",
 ]

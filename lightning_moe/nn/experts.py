@@ -181,3 +181,8 @@ class Experts(nn.Module):
 
 def _no_values(experts: Experts) -> None:
     """Memory as it is found, like that of `torch.empty`."""
+
+
+def routed_experts(module: nn.Module) -> list[Experts]:
+    """The experts of all MoE layers of any module, in order."""
+    return [part for part in module.modules() if isinstance(part, Experts)]

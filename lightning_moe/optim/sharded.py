@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.parallel.layout import ParamLayout, ParamSpec
-from lightning_moe.precision import ReleasedParameter, WeightStore, release_, restore_
 
 
 class ShardedState:
@@ -21,17 +20,18 @@ class ShardedState:
     float32, so moments and masters exist for them alone. After each step the new weights are gathered. The part of a
     float32 weight is a view of the weight itself and costs nothing.
 
-    Bytes per parameter with AdamW and bfloat16 weights over D replicas: 2 weight + 4 gradient + 12/D. Of a weight in
-    `stores` the 2 become the store's bytes once it is released, and a float32 one needs a master, 4/D, as well.
+    Bytes per parameter with AdamW and bfloat16 weights over D replicas: 2 weight + 4 gradient + 12/D.
 
     Attributes:
         layout: all parameters.
         targets: by name, optimizer parameters that aren't the model's own; gradients go there.
+        receivers: by name, what takes a weight's new values in place of the weight, in its type and shape.
 
     Args:
         optimizers: all optimizers of the module.
         layout: made with `split=True`.
-        stores: by name, weights that `release` drops, and what computes with their codes instead.
+        apart: names of weights that get a target in any case, also where they are whole or frozen: their values may
+            be dropped (`optim.released`).
 
     Raises:
         ValueError: if an optimizer isn't elementwise, or holds a parameter that isn't the module's.
@@ -41,15 +41,16 @@ class ShardedState:
         self,
         optimizers: list[Optimizer],
         layout: ParamLayout,
-        stores: Mapping[str, WeightStore] | None = None,
+        apart: Collection[str] = (),
     ) -> None:
         self.layout = layout
-        self._stores = dict(stores or {})
+        self._apart = apart
+        self.receivers: dict[str, Callable[[Tensor], None]] = {}
         self.targets: dict[str, nn.Parameter] = {}
         names = layout.name_of()
         refuse_foreign_parameters(optimizers, layout)
         for optimizer in optimizers:
-            refuse_unless_elementwise(optimizer, only_masters=bool(self._stores))
+            refuse_unless_elementwise(optimizer, only_masters=bool(apart))
             for group in optimizer.param_groups:
                 targets = [self._target(names, parameter) for parameter in group["params"]]
                 for parameter, target in zip(group["params"], targets, strict=True):
@@ -60,7 +61,7 @@ class ShardedState:
                         optimizer.state[target] = _part_of_state(whole, parameter, spec)
                 group["params"] = targets
             optimizer.register_step_post_hook(lambda *_: self.publish())
-        for name in self._stores:  # frozen weights need a master, too
+        for name in apart:  # no optimizer holds a frozen one
             self._target(names, layout.parameters[name])
         self._buckets = self._gather_buckets()
 
@@ -69,10 +70,10 @@ class ShardedState:
         if spec.name in self.targets:  # in several optimizers
             return self.targets[spec.name]
         wide = at_least_float32(parameter.dtype)
-        if not spec.split and parameter.dtype == wide and spec.name not in self._stores:
+        if not spec.split and parameter.dtype == wide and spec.name not in self._apart:
             return parameter  # the optimizer updates all of it, in a type that needs no master
         target = nn.Parameter(
-            part_of(parameter.contiguous(), spec).to(wide), requires_grad=parameter.requires_grad
+            spec.part_of(parameter.contiguous()).to(wide), requires_grad=parameter.requires_grad
         )
         self.targets[spec.name] = target
         return target
@@ -97,42 +98,12 @@ class ShardedState:
 
     def _receive(self, spec: ParamSpec, values: Tensor) -> None:
         weight = self.layout.parameters[spec.name]
-        if isinstance(weight, ReleasedParameter):
-            self._stores[spec.name].hold(values.to(weight.dtype).reshape(spec.shape))
+        if receive := self.receivers.get(spec.name):
+            receive(values.to(weight.dtype).reshape(spec.shape))
         elif spec.split:
             weight.view(values.shape).copy_(values)
         else:
             weight.copy_(values.view(spec.shape))
-
-    @property
-    def released(self) -> list[str]:
-        """Names of the weights that are dropped."""
-        return [
-            name
-            for name in self._stores
-            if isinstance(self.layout.parameters[name], ReleasedParameter)
-        ]
-
-    @torch.no_grad()
-    def release(self) -> None:
-        """Drop the weights of `stores`: their codes and masters stay."""
-        for name, store in self._stores.items():
-            weight, target = self.layout.parameters[name], self.targets[name]
-            if isinstance(weight, ReleasedParameter):
-                continue
-            store.hold(weight.detach())
-            if self.layout.specs[name].split and target.dtype == weight.dtype:
-                # It is a view of the weight that is dropped below.
-                target.data = target.detach().clone()
-            release_(weight)
-
-    @torch.no_grad()
-    def restore(self, device: torch.device | None = None) -> None:
-        """Give dropped weights their values again, on another device if one is given; all replicas call it."""
-        for name in self.released:
-            weight = self.layout.parameters[name]
-            self._stores[name].let_go()
-            restore_(weight, self.gathered(name).to(device or weight.device))
 
     @torch.no_grad()
     def gathered(self, name: str) -> Tensor:
@@ -151,7 +122,7 @@ class ShardedState:
         """Copy the model's weights into the optimizer's, after weights were loaded."""
         for name, target in self.targets.items():
             weight = self.layout.parameters[name].contiguous()
-            target.copy_(part_of(weight, self.layout.specs[name]))
+            target.copy_(self.layout.specs[name].part_of(weight))
 
     def _gather_buckets(self) -> list[list[ParamSpec]]:
         """Split parameters with one group and type per message, in the module's order."""
@@ -163,17 +134,12 @@ class ShardedState:
         return [part for specs in by_kind.values() for part in _chunks(specs, limit=2**23)]
 
 
-def part_of(parameter: Tensor, spec: ParamSpec) -> Tensor:
-    """The flat part of a local tensor that this rank's optimizer updates; a view."""
-    return parameter.detach().view(-1)[spec.chunk_start : spec.chunk_start + spec.chunk]
-
-
 def _part_of_state(whole: dict[str, Any], parameter: Tensor, spec: ParamSpec) -> dict[str, Any]:
     def part(value: Any) -> Any:  # noqa: ANN401 - states hold numbers as well
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
         wide = at_least_float32(value.dtype)
-        return part_of(value.contiguous(), spec).to(wide, copy=True)
+        return spec.part_of(value.contiguous()).to(wide, copy=True)
 
     return {key: part(value) for key, value in whole.items()}
 

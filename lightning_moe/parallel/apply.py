@@ -1,4 +1,4 @@
-"""Spread the experts of a module over ranks."""
+"""The place where parts of a module are swapped so that ranks share it out."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,34 @@ import torch
 from torch import nn
 
 from lightning_moe.nn import Dispatcher, LocalDispatcher, MoE, moe_layers
-from lightning_moe.parallel.collectives import AxisGroup
+from lightning_moe.parallel.collectives import AxisGroup, ProcessMesh
 from lightning_moe.parallel.mesh import MeshShape
+from lightning_moe.parallel.replicas import materialize
+
+
+def place(
+    module: nn.Module,
+    mesh: ProcessMesh,
+    make_dispatcher: Callable[[MoE], Dispatcher],
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """Make a module this rank's part of the whole, step by step in the order below.
+
+    All ranks call it. What is placed already stays as it is.
+
+    Args:
+        module: with names and shapes; on the meta device it needs no memory before the last step.
+        mesh: the ranks.
+        make_dispatcher: gives the dispatcher of one layer.
+        device: where parameters get memory; None leaves them without.
+
+    Raises:
+        ValueError: if the module can't be shared out so; before anything is changed.
+    """
+    apply_expert_parallel(module, mesh.shape, mesh.rank, make_dispatcher)
+    if device is not None:
+        materialize(module, device, mesh.world)
 
 
 def apply_expert_parallel(

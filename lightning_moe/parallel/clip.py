@@ -1,13 +1,16 @@
 """One gradient norm for the whole model, equal on all ranks."""
 
 import math
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.multiply import multiply_
 from lightning_moe.parallel.collectives import AxisGroup
+from lightning_moe.parallel.layout import ParamLayout
 
 
 def global_norm(
@@ -59,3 +62,40 @@ def clip_(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their norm becomes at most `max_norm`; torch's formula and epsilon."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     multiply_(gradients, coefficient)
+
+
+class GradientNorm:
+    """The norm of an optimizer's gradients over all ranks, and clipping by it.
+
+    Args:
+        layout: of the module.
+        targets: by name, parameters of optimizers that aren't the module's own.
+        device: where norms live.
+    """
+
+    def __init__(
+        self, layout: ParamLayout, targets: Mapping[str, nn.Parameter], device: torch.device
+    ) -> None:
+        self._world = layout.mesh.world
+        self._device = device
+        self._shares = {
+            targets.get(name, layout.parameters[name]): spec.norm_share
+            for name, spec in layout.specs.items()
+        }
+
+    def of(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The norm, each element of the model once; equal on all ranks."""
+        gradients = [
+            (p.grad, self._shares[p]) for p in _parameters(optimizer) if p.grad is not None
+        ]
+        return global_norm(gradients, self._world, norm_type=norm_type, device=self._device)
+
+    def clip_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients in place so that their norm becomes at most `max_norm`; gives the norm before."""
+        norm = self.of(optimizer, norm_type)
+        clip_([p.grad for p in _parameters(optimizer) if p.grad is not None], norm, max_norm)
+        return norm
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -53,6 +53,15 @@ class ParamSpec:
         return self.replica_index * self.chunk if self.split else 0
 
     @property
+    def global_start(self) -> int:
+        """Where they start in the flat tensor over all experts."""
+        return self.shard_index * self.numel + self.chunk_start
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """The flat part of a local tensor that this rank's optimizer updates; a view."""
+        return tensor.detach().view(-1)[self.chunk_start : self.chunk_start + self.chunk]
+
+    @property
     def global_shape(self) -> tuple[int, ...]:
         """Shape over all experts."""
         return (

@@ -98,23 +98,19 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Let `optimizer.zero_grad` also drop what micro-batches that weren't reduced have left here."""
-        clear = optimizer.zero_grad
+    def forget(self, optimizer: Optimizer) -> None:
+        """Drop what micro-batches that weren't reduced have left here for an optimizer's parameters.
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            clear(set_to_none)
-            for group in optimizer.param_groups:
-                for owner in group["params"]:
-                    name = self._name_of.get(owner)
-                    if name is None:  # added after fit began; `finish` says so
-                        continue
-                    if name in self.targets:
-                        self.layout.parameters[name].grad = None
-                    self._wide_sums.pop(name, None)
-
-        # On the object, not its class: it stays what the user built, and pickling leaves this out.
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # as said above
+        Call it wherever `optimizer.zero_grad` throws gradients away before a step; it can't reach these.
+        """
+        for group in optimizer.param_groups:
+            for owner in group["params"]:
+                name = self._name_of.get(owner)
+                if name is None:  # added after fit began; `finish` says so
+                    continue
+                if name in self.targets:
+                    self.layout.parameters[name].grad = None
+                self._wide_sums.pop(name, None)
 
     def finish(self) -> None:
         """Send the buckets that are left, wait, and give parameters their gradients. Call after the backward of a step.

@@ -1,15 +1,10 @@
-"""The routed experts of a module, and their backends, settled before training."""
+"""The backends of a module's experts, settled before training."""
 
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_moe.nn import Experts
-
-
-def experts_of(module: nn.Module) -> list[Experts]:
-    """Those of all its MoE layers, in order."""
-    return [part for part in module.modules() if isinstance(part, Experts)]
+from lightning_moe.nn import routed_experts
 
 
 def settle_backends(module: nn.Module, precision: Precision) -> None:
@@ -19,6 +14,6 @@ def settle_backends(module: nn.Module, precision: Precision) -> None:
         ValueError: if one can't.
     """
     with precision.forward_context():
-        accounts = [experts.backend.account(experts.sizes()) for experts in experts_of(module)]
+        accounts = [experts.backend.account(experts.sizes()) for experts in routed_experts(module)]
     for account in dict.fromkeys(accounts):
         rank_zero_info(account)

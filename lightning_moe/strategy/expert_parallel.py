@@ -1,23 +1,26 @@
-"""Expert parallelism for the Lightning Trainer: hooks that call `parallel` and `optim` at the right moments."""
+"""Expert parallelism for the Lightning Trainer: the hooks in which several objects take part, in a visible order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import lightning as L
-import torch.distributed as dist
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_moe.checkpoint.checkpoints import Checkpoints
 from lightning_moe.nn import moe_layers
 from lightning_moe.ops.capacity import Overflow
+from lightning_moe.optim.released import ReleasedWeights, stores_of_released
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
-from lightning_moe.parallel.apply import apply_expert_parallel
-from lightning_moe.parallel.clip import clip_, global_norm
+from lightning_moe.parallel.apply import place
+from lightning_moe.parallel.clip import GradientNorm
 from lightning_moe.parallel.collectives import ProcessMesh, gather_objects
 from lightning_moe.parallel.layout import ParamLayout
 from lightning_moe.parallel.mesh import (
@@ -26,27 +29,29 @@ from lightning_moe.parallel.mesh import (
     resolve_expert_parallel,
 )
 from lightning_moe.parallel.reducer import GradientReducer
-from lightning_moe.parallel.replicas import materialize, sync_replicas
+from lightning_moe.parallel.replicas import sync_replicas
 from lightning_moe.parallel.transports import LargerBatches, Transport, make_transport
 from lightning_moe.step.window import close_window, divide_ahead
-from lightning_moe.strategy.agreement import StopRequest, layer_options, refuse_different
+from lightning_moe.strategy.agreement import layer_options, refuse_different, step_options
 from lightning_moe.strategy.expert_backends import settle_backends
-from lightning_moe.strategy.joint_stages import JointStages
-from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher
+from lightning_moe.strategy.hooks import RankHooks, there
+from lightning_moe.strategy.joint_ends import JointEnds
 from lightning_moe.strategy.options import (
     check_options,
+    refuse_averaging,
     refuse_lbfgs,
     refuse_mixed_float16,
+    refuse_single_files,
     sized_for_data,
 )
-from lightning_moe.strategy.plain import restore_rng
-from lightning_moe.strategy.released_weights import ReleasedWeights
+from lightning_moe.strategy.stop_signal import stop_signals
+from lightning_moe.strategy.wrappers import clipping_over_ranks, wrap_optimizers
 
 # Until all ranks have met: they import, compile or wait for a slow disk for longer than a collective may last.
 _START_LIMIT: Final = timedelta(minutes=5)
 
 
-class ExpertParallelStrategy(ReleasedWeights, JointStages):
+class ExpertParallelStrategy(RankHooks):
     """Experts stay on their ranks and tokens travel; everything else is data parallel with sharded optimizer state.
 
     Works for any LightningModule with `lightning_moe.nn.MoE` layers, and for one without. Weights, losses and
@@ -108,28 +113,17 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         )
         self.distributed_optimizer = distributed_optimizer
         self.bucket_mb = bucket_mb
-        self.mesh: ProcessMesh | None = None
         self.layout: ParamLayout | None = None
         self.sharded: ShardedState | None = None
         self.reducer: GradientReducer | None = None
-        self._rng_to_restore: dict[str, Any] | None = None
         self._larger = LargerBatches()
-        self._stop = StopRequest()
-        self._predict_batches: list[tuple[int, int]] = []
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = ScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-        else:
-            self._launcher = ProcessLauncher(self, start_method=self._start_method)
+        self._norm: GradientNorm | None = None
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
+    @override
     def setup_environment(self) -> None:
-        """Check sizes, connect the ranks, spread the experts of layers that exist already."""
+        """Check sizes, connect the ranks, share out what there is of the module already."""
         shape = self._shape()
         self.transport.check_ranks(shape.ep, requested=self.expert_parallel)
         limit = self._timeout
@@ -145,53 +139,41 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
             f"expert parallel over {shape.world} ranks: ep={shape.ep} (ranks that share out the experts), "
             f"ep_dp={shape.ep_dp} (replicas of each expert)"
         )
-        self._spread_experts(self.transport)
+        self.ends = JointEnds(self.mesh.world, self.root_device)
+        self._place(self.transport)
 
     def _shape(self) -> MeshShape:
-        assert self.lightning_module is not None
-        layers = moe_layers(self.lightning_module)
         return resolve_expert_parallel(
             self.expert_parallel,
-            num_experts=[layer.config.num_experts for layer in layers],
+            num_experts=[layer.config.num_experts for layer in moe_layers(self._module)],
             world=self.world_size,
             ranks_per_node=self.num_processes,
         )
 
-    def _spread_experts(self, transport: Transport) -> None:
-        mesh = self._connected()
-        assert self.lightning_module is not None
-
-        apply_expert_parallel(
-            self.lightning_module,
-            mesh.shape,
-            mesh.rank,
+    def _place(self, transport: Transport, device: torch.device | None = None) -> None:
+        mesh = there(self.mesh)
+        place(
+            self._module,
+            mesh,
             lambda layer: transport.build(mesh.ep, layer.config, self._larger),
+            device=device,
         )
 
-    def _connected(self) -> ProcessMesh:
-        if self.mesh is None:
-            raise RuntimeError(
-                "the strategy's mesh exists once the Trainer has called setup_environment"
-            )
-        return self.mesh
+    # ---- module and optimizers -------------------------------------------------------------------------------
 
-    # ---- model and optimizers --------------------------------------------------------------------------------
-
+    @override
     def setup(self, trainer: L.Trainer) -> None:
         """Give every rank its part of the module, equal replicas, and the optimizers their part of the state."""
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        mesh, module = self._connected(), self.lightning_module
+        mesh, module = there(self.mesh), self._module
         transport = sized_for_data(self.transport, trainer)
         if mesh.shape.world > 1:
-            refuse_different(gather_objects(self._options_of_layers(module, transport)))
-        refuse_mixed_float16(self.precision_plugin, self.world_size)
-        # Layers that `configure_model` built after `setup_environment`.
-        for layer in moe_layers(module):
-            mesh.shape.experts_of(mesh.rank, layer.config.num_experts)
-        self._spread_experts(transport)
-        materialize(module, self.root_device, mesh.world)
+            refuse_different(gather_objects(self._options_of_layers(transport)))
+            self.precision_plugin = clipping_over_ranks(self.precision_plugin, self.clip_grad_norm)
+        refuse_mixed_float16(self.precision_plugin, mesh.shape.world)
+        # What `configure_model` built after `setup_environment`.
+        self._place(transport, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.layout = ParamLayout(module, mesh, split=self.distributed_optimizer)
@@ -200,59 +182,67 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         if fitting:
             self.setup_optimizers(trainer)
             refuse_lbfgs(self.optimizers, mesh.shape.ep)
-            self._share_out(self.layout)
+            self._share_out_state(self.layout)
         self.setup_precision_plugin()
         settle_backends(module, self.precision_plugin)
         if fitting:
-            self._follow_optimizers()
+            # After the precision plugin, which sets them anew.
+            self._lightning_optimizers = wrap_optimizers(self.optimizers, self, self.reducer)
             _optimizers_to_device(self.optimizers, self.root_device)
+        self.checkpoints = Checkpoints(module, self.optimizers, self.layout, self.sharded)
 
-    def _options_of_layers(self, module: nn.Module, transport: Transport) -> dict[str, object]:
+    def _options_of_layers(self, transport: Transport) -> dict[str, object]:
         return {
             "strategy.dispatcher": type(transport).__name__,
             "strategy": transport,
             "strategy.distributed_optimizer": self.distributed_optimizer,
             "strategy.bucket_mb": self.bucket_mb,
-            **layer_options(module, self.precision_plugin),
+            **layer_options(self._module, self.precision_plugin),
         }
 
-    def _share_out(self, layout: ParamLayout) -> None:
+    def _share_out_state(self, layout: ParamLayout) -> None:
         """Optimizer state to its owners, and the hooks that reduce gradients.
 
         A single rank needs neither, unless masters are to outlive weights.
         """
         self._remove_hooks()
         self.sharded = None
-        stores = self.stores_of_released(layout)
-        if layout.mesh.shape.world == 1 and not stores:
-            return
-        refuse_foreign_parameters(self.optimizers, layout)
-        if self.distributed_optimizer:
-            self.sharded = ShardedState(self.optimizers, layout, stores)
-        targets = self.sharded.targets if self.sharded is not None else {}
-        self.reducer = GradientReducer(layout, targets, bucket_bytes=int(self.bucket_mb * 2**20))
+        stores = stores_of_released(
+            self._module, layout, distributed_optimizer=self.distributed_optimizer
+        )
+        if stores:
+            refuse_averaging(self._trainer.callbacks)
+        if layout.mesh.shape.world > 1 or stores:
+            refuse_foreign_parameters(self.optimizers, layout)
+            if self.distributed_optimizer:
+                self.sharded = ShardedState(self.optimizers, layout, stores)
+            size = int(self.bucket_mb * 2**20)
+            self.reducer = GradientReducer(layout, self._targets, bucket_bytes=size)
+        self.released = ReleasedWeights(stores, self.sharded)
+        self._norm = GradientNorm(layout, self._targets, self.root_device)
 
-    def _follow_optimizers(self) -> None:
-        """After the precision plugin is connected: that wraps the optimizers anew."""
-        # Manual optimisation calls Lightning's wrappers; each imitates the class of its optimizer.
-        wrapped = cast("list[Optimizer]", self._lightning_optimizers)
-        if self.reducer is not None:
-            for optimizer in (*self.optimizers, *wrapped):
-                self.reducer.follow(optimizer)
+    @property
+    def _targets(self) -> dict[str, nn.Parameter]:
+        """Parameters of optimizers that aren't the module's own, by name."""
+        return self.sharded.targets if self.sharded is not None else {}
 
     def _remove_hooks(self) -> None:
         if self.reducer is not None:
             self.reducer.detach()
         self.reducer = None
 
-    def setup_precision_plugin(self) -> None:
-        """Clipping by norm must see all ranks, also where a user's module calls the plugin directly."""
-        super().setup_precision_plugin()
-        if self.world_size > 1:
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]  # of this plugin alone
+    @override
+    def teardown(self) -> None:
+        """Leave the module spread over the ranks, without hooks; a checkpoint may still be saved."""
+        self._remove_hooks()
+        if self.failing is None or self.released.can_restore_alone():
+            # They go where the module goes now: all at once might not fit beside masters and moments.
+            self.released.restore(torch.device("cpu"))
+        super().teardown()
 
     # ---- gradients -------------------------------------------------------------------------------------------
 
+    @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """No reduction for all but the last micro-batch of a step."""
@@ -265,17 +255,20 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
         finally:
             self.reducer.enabled = True
 
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The tokens of the step are known now: gradients are divided by them while they are reduced."""
-        module = self.lightning_module
-        if self.reducer is not None and self.reducer.enabled and module is not None:
+        if self.reducer is not None and self.reducer.enabled:
+            module = self._module
             self.reducer.scale = divide_ahead(module) if module.automatic_optimization else None
 
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Finish the reduction that backward has begun."""
         if self.reducer is not None and self.reducer.enabled:
             self.reducer.finish()
 
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -287,64 +280,46 @@ class ExpertParallelStrategy(ReleasedWeights, JointStages):
 
         def closed() -> object:
             result = closure()
-            assert self.lightning_module is not None
             if self.transport.fixed_shapes:
-                self._larger.refuse(self._connected().world, self.root_device)
-            close_window(self.lightning_module)
+                self._larger.refuse(there(self.mesh).world, self.root_device)
+            close_window(self._module)
             return result
 
         return super().optimizer_step(optimizer, closed, model, **options)
 
-    def reduce(
-        self,
-        tensor: Tensor,
-        group: object = None,
-        reduce_op: dist.ReduceOp | str | None = "mean",
-    ) -> Tensor:
-        """As in `DDPStrategy`, and noted in the ledger."""
-        if self.mesh is not None and self.mesh.world.size > 1:
-            self.mesh.ledger.enter("all_reduce", "world", tensor)
-        return super().reduce(tensor, group, reduce_op)
-
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of `optimizer` over all ranks, each element once; equal everywhere."""
-        shares = self._shares()
-        gradients = [(p.grad, shares[p]) for p in _parameters(optimizer) if p.grad is not None]
-        return global_norm(
-            gradients, self._connected().world, norm_type=norm_type, device=self.root_device
-        )
+        return there(self._norm).of(optimizer, norm_type)
 
     def clip_grad_norm(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Clip by the norm over all ranks; gives the norm before."""
-        norm = self.gradient_norm(optimizer, norm_type)
-        clip_([p.grad for p in _parameters(optimizer) if p.grad is not None], norm, max_norm)
-        return norm
+        return there(self._norm).clip_(optimizer, max_norm, norm_type)
 
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.clip_grad_norm(optimizer, clip_val)
+    # ---- training --------------------------------------------------------------------------------------------
 
-    def _shares(self) -> dict[Tensor, float]:
-        assert self.layout is not None
-        targets = self.sharded.targets if self.sharded is not None else {}
-        return {
-            targets.get(name, self.layout.parameters[name]): spec.norm_share
-            for name, spec in self.layout.specs.items()
-        }
+    @override
+    def on_train_start(self) -> None:
+        """Check what ranks must agree on, take over signals to stop, and drop weights that only masters keep."""
+        super().on_train_start()
+        trainer, ends = self._trainer, there(self.ends)
+        refuse_single_files(self.checkpoint_io)
+        if there(self.mesh).shape.world > 1:
+            refuse_different(gather_objects(step_options(trainer)))
+        ends.refuse_uneven(trainer.num_training_batches, "train")
+        ends.stop.install(stop_signals(self.cluster_environment))
+        # Whatever loads weights has done so by now.
+        self.released.release()
 
+    @override
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """A resumed run goes on with each rank's own random numbers, from its first batch on."""
+        """Before the last micro-batch of a step, ask whether any rank was told to stop: then all stop after it."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._rng_to_restore is not None:
-            restore_rng(self._rng_to_restore)
-            self._rng_to_restore = None
-
-    def teardown(self) -> None:
-        """Leave the module spread over the ranks, without hooks; a checkpoint may still be saved."""
-        self._remove_hooks()
-        super().teardown()
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trainer, ends = self._trainer, there(self.ends)
+        if batch_idx == 0:
+            ends.refuse_uneven(trainer.num_training_batches, "train")
+        if not trainer.fit_loop.epoch_loop._should_accumulate() and ends.agree_to_stop():
+            # Lightning raises SIGTERMException on all ranks once the batch is done.
+            trainer._signal_connector.received_sigterm = True
+        there(self.checkpoints).restore_random_numbers()

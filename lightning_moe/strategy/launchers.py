@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,10 +22,12 @@ from lightning.pytorch.strategies.launchers import (
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 
 from lightning_moe.parallel.apply import gather_experts
+from lightning_moe.strategy.stop_signal import say
 
 _RANK_VARIABLES: Final = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HYDRA_FLAGS: Final = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
 _CHILDREN_WAIT_S: Final = 30.0
+_LAST_WORDS_S: Final = 3.0
 # `${name:...}` calls a resolver, `${name}` only refers to another value.
 _RESOLVER: Final = re.compile(r"\$\{[\w.]+:")
 
@@ -117,8 +120,25 @@ class ProcessLauncher(_MultiProcessingLauncher):
         return collected
 
 
-def _wait_for(children: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + _CHILDREN_WAIT_S
+def end_children(children: list[subprocess.Popen[bytes]], *, at_once: bool) -> None:
+    """End scripts that this process has started, and say how they ended.
+
+    Unless `at_once`, those that failed first still have a moment to say so; those that wait for this rank would wait
+    in vain.
+    """
+    _wait_for(children, 0.0 if at_once else _LAST_WORDS_S)
+    for local_rank, child in enumerate(children, start=1):
+        code = child.poll()
+        if code is None:
+            child.kill()
+            child.wait()
+            say(f"[local rank {local_rank}] did not end by itself: killed")
+        elif code < 0:
+            say(f"[local rank {local_rank}] was ended by {signal.Signals(-code).name}")
+
+
+def _wait_for(children: list[subprocess.Popen[bytes]], seconds: float = _CHILDREN_WAIT_S) -> None:
+    deadline = time.monotonic() + seconds
     for child in children:
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(deadline - time.monotonic(), 0))

@@ -5,7 +5,8 @@ from multiprocessing import get_all_start_methods
 from typing import Any, Final
 
 import lightning as L
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from lightning_moe.config.checks import (
     check_choices,
     check_floats,
 )
+from lightning_moe.optim.released import ADVICE
 from lightning_moe.parallel.transports import Transport
 
 _START_METHODS: Final = ("popen", *get_all_start_methods())
@@ -90,6 +92,33 @@ def refuse_lbfgs(optimizers: Iterable[Optimizer], ep: int) -> None:
         raise ValueError(
             "LBFGS does not work with experts on several ranks: it needs inner products over all parameters; "
             "use an elementwise optimizer such as AdamW, or strategy.expert_parallel=1"
+        )
+
+
+def refuse_averaging(callbacks: Iterable[Callback]) -> None:
+    """Weights that `fp8_only` drops can't be averaged.
+
+    Raises:
+        ValueError: if a callback averages weights.
+    """
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages weights that model.moe.fp8.fp8_only=True doesn't keep; leave "
+                f"the callback out, {ADVICE}"
+            )
+
+
+def refuse_single_files(plugin: CheckpointIO) -> None:
+    """A plugin that saves single files would have no effect.
+
+    Raises:
+        ValueError: if it is another one than Lightning's default.
+    """
+    if type(plugin) is not TorchCheckpointIO:
+        raise ValueError(
+            f"{type(plugin).__name__} has no effect on ExpertParallelStrategy, which writes folders "
+            "from all ranks; remove it from the Trainer's plugins"
         )
 
 

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_moe.config import FP8_BACKENDS, FP8Config, LinearFormat, ScaleMode
 from lightning_moe.config.checks import check_bools, check_choices, given
-from lightning_moe.nn import Experts
+from lightning_moe.nn import Experts, routed_experts
 from lightning_moe.precision import LinearRecipe
-from lightning_moe.strategy.expert_backends import experts_of
 from lightning_moe.strategy.linears import LinearSwap
 
 Base = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -96,7 +95,7 @@ class MoEPrecision(Precision):
         return self._base.convert_module(module)
 
     def _experts_to_convert(self, module: nn.Module) -> list[Experts]:
-        found = experts_of(module)
+        found = routed_experts(module)
         if not found:
             raise ValueError(
                 f"MoEPrecision experts={self.experts} has no effect: the module has no layer of lightning_moe.nn.MoE"

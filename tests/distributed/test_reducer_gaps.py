@@ -15,7 +15,7 @@ def _partly_unused(rank: int, world: int, split: bool) -> None:
     )
     setup = Setup(module, world, 1, split=split)
     for _ in range(2):
-        setup.optimizer.zero_grad()
+        setup.zero_grad()
         loss = module["always"].sum()
         if rank == 1:
             loss = loss + 3 * module["sometimes"].sum()
@@ -66,7 +66,7 @@ def _discarded(rank: int, world: int, dtype: torch.dtype, split: bool) -> None:
     setup = Setup(module, world, 1, split=split)
     setup.backward(7 * (module["w"].sum() + small.sum()), reduce=False)
     setup.backward(7 * module["v"].sum(), reduce=False)
-    setup.optimizer.zero_grad()
+    setup.zero_grad()
     setup.backward(module["w"].sum() + small.sum())
     found = {name: gradient for name, gradient, _ in setup.gradients()}
     assert found["w"].unique().tolist() == found["small"].unique().tolist() == [1.0]

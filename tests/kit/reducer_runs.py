@@ -62,7 +62,11 @@ class Setup:
         self.sharded = ShardedState([self.optimizer], self.layout) if split else None
         targets = self.sharded.targets if self.sharded else {}
         self.reducer = GradientReducer(self.layout, targets, bucket_bytes=bucket_bytes)
-        self.reducer.follow(self.optimizer)
+
+    def zero_grad(self) -> None:
+        """What the strategy's optimizers do in manual optimization."""
+        self.optimizer.zero_grad()
+        self.reducer.forget(self.optimizer)
 
     def backward(self, loss: Tensor, *, reduce: bool = True) -> None:
         """What the strategy does for one micro-batch."""

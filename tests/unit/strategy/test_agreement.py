@@ -6,7 +6,9 @@ import signal
 import pytest
 
 from lightning_moe import FP8Config, MoEConfig
-from lightning_moe.strategy.agreement import StopRequest, is_sized, refuse_different
+from lightning_moe.strategy.agreement import refuse_different
+from lightning_moe.strategy.joint_ends import is_sized
+from lightning_moe.strategy.stop_signal import StopRequest
 
 
 def test_equal_options_pass() -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides tensors of the model: plain types, and the state of each rank."""
+"""What a checkpoint keeps besides tensors of the model: values in plain types, and the state of each rank."""
 
 import random
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,17 @@
 """One rank's problem becomes an error on all ranks, or on none."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from pickle import UnpicklingError
+from typing import Final, TypeVar
 
-from lightning_moe.checkpoint.folder import UNREADABLE
+from torch.distributed.checkpoint.api import CheckpointException
+
 from lightning_moe.parallel.collectives import gather_objects
 
 T = TypeVar("T")
+
+# What reading a damaged checkpoint raises. torch's CheckpointException is no Exception.
+UNREADABLE: Final = (EOFError, KeyError, RuntimeError, UnpicklingError, CheckpointException)
 
 
 def jointly(action: Callable[[], T], path: str) -> T:

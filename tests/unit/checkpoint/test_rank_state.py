@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from lightning_moe.strategy.plain import plain, rank_state, restore_rng
+from lightning_moe.checkpoint.rank_state import plain, rank_state, restore_rng
 
 
 def test_containers_paths_and_numpy_numbers_become_plain() -> None:
