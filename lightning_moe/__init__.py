@@ -1,8 +1,6 @@
 """MoE training for PyTorch Lightning: experts stay on their ranks, tokens travel."""
 
-import sys
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning_moe.config import (
@@ -17,6 +15,7 @@ from lightning_moe.config import (
     TransformerConfig,
 )
 from lightning_moe.config.data import DataConfig
+from lightning_moe.registration import register_strategies
 
 if TYPE_CHECKING:
     from lightning_moe.checkpoint.whole import load_weights
@@ -81,7 +80,5 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_FIRST_USE[name]), name)
 
 
-# `Trainer(strategy="expert_parallel")` works after `import lightning_moe` alone. Only the command line, which wants
-# to show its help at once, leaves that to the first use: Hydra then imports the strategy by its name.
-if Path(sys.argv[0]).name not in ("-m", "lightning-moe"):
-    import_module("lightning_moe.strategy")
+# `Trainer(strategy="expert_parallel")` works after `import lightning_moe` alone.
+register_strategies()

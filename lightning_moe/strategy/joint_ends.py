@@ -52,7 +52,7 @@ class JointEnds:
         for i, number in enumerate(
             num_batches if isinstance(num_batches, Sequence) else [num_batches]
         ):
-            largest, smallest = self._largest_and_smallest(float(number))
+            largest, smallest = self._largest_and_smallest(number)
             if largest != smallest:
                 raise RuntimeError(
                     f"{what} data loader {i} has {smallest:.0f} batches on one rank and {largest:.0f} on another; "
@@ -70,7 +70,7 @@ class JointEnds:
         if self._world.size == 1:
             return
         for number in num_batches:
-            largest, smallest = self._largest_and_smallest(float(number))
+            largest, smallest = self._largest_and_smallest(number)
             if largest and not smallest:
                 raise RuntimeError(
                     f"predict gives {largest:.0f} batches to one rank and none to another; use fewer ranks, smaller "
@@ -93,10 +93,10 @@ class JointEnds:
 
     def agree_to_stop(self) -> bool:
         """Whether any rank was told to stop; all ranks call it."""
-        self.stopped_by = int(self._largest_and_smallest(float(self.stop.received))[0])
+        self.stopped_by = int(self._largest_and_smallest(self.stop.received)[0])
         return bool(self.stopped_by)
 
-    def _largest_and_smallest(self, value: float) -> tuple[float, float]:
+    def _largest_and_smallest(self, value: int | float) -> tuple[float, float]:
         """Maximum and minimum over all ranks."""
         value = _finite(value)
         pair = torch.tensor([value, -value], dtype=torch.float64, device=self._device)
@@ -106,7 +106,7 @@ class JointEnds:
 
     def all_have(self, one_more: bool) -> bool:
         """Whether all ranks have one more batch; all ranks call it."""
-        largest, smallest = self._largest_and_smallest(float(one_more))
+        largest, smallest = self._largest_and_smallest(int(one_more))
         if largest != smallest:
             rank_zero_warn(
                 "a data loader ended on one rank before the others: all ranks end it here"
@@ -133,7 +133,7 @@ class _EndTogether:
             yield batch
 
 
-def _finite(number: float) -> float:
+def _finite(number: int | float) -> float:
     """The number, or a very large one that integers and messages can hold."""
     return min(float(number), 1e18)
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher,
 )
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
+from typing_extensions import override
 
 from lightning_moe.parallel.apply import gather_experts
 from lightning_moe.strategy.stop_signal import say
@@ -44,6 +45,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     _job: ClassVar[str | None] = None
     _children: ClassVar[list[subprocess.Popen[bytes]]] = []
 
+    @override
     def launch(
         self,
         function: Callable[..., object],
@@ -67,6 +69,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             os.environ.pop(name, None)
         ScriptLauncher._job, ScriptLauncher._children = None, []
 
+    @override
     def _call_children_scripts(self) -> None:
         self._check_can_spawn_children()
         # The group of an earlier job: its children are gone, and the new ones will form another.
@@ -108,6 +111,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 class ProcessLauncher(_MultiProcessingLauncher):
     """Spawns or forks ranks; the main process gets back the weights of all experts."""
 
+    @override
     def _collect_rank_zero_results(
         self, trainer: L.Trainer, results: _WorkerOutput | None
     ) -> _WorkerOutput | None:

@@ -7,6 +7,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_moe.config import FP8_BACKENDS, FP8Config, LinearFormat, ScaleMode
 from lightning_moe.config.checks import check_bools, check_choices, given
@@ -83,6 +84,7 @@ class MoEPrecision(Precision):
         self._base = _plugin(self.precision, "cpu")
         self._converted: list[Experts] = []
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Give the experts their backend and convert linear layers, then do what `base` does."""
         if self.experts is not None:
@@ -113,6 +115,7 @@ class MoEPrecision(Precision):
                 f"MoEPrecision({self.experts!r}) with {self.fp8}; leave model.moe.backend=auto"
             )
 
+    @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
@@ -125,26 +128,32 @@ class MoEPrecision(Precision):
                 rank_zero_info(self.linears.settle())
         return super().connect(model, optimizers, lr_schedulers)
 
+    @override
     def forward_context(self) -> AbstractContextManager[Any]:
         """As in `base`."""
         return self._base.forward_context()
 
+    @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """As in `base`."""
         return self._base.tensor_init_context()
 
+    @override
     def module_init_context(self) -> AbstractContextManager[Any]:
         """As in `base`."""
         return self._base.module_init_context()
 
-    def convert_input(self, data: Any) -> Any:  # noqa: ANN401 - Lightning's signature
+    @override
+    def convert_input(self, data: Any) -> Any:
         """As in `base`."""
         return self._base.convert_input(data)
 
-    def convert_output(self, data: Any) -> Any:  # noqa: ANN401 - as above
+    @override
+    def convert_output(self, data: Any) -> Any:
         """As in `base`."""
         return self._base.convert_output(data)
 
+    @override
     def teardown(self) -> None:
         """Experts run on what their config says again, and linear layers are what they were."""
         if self.linears is not None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_moe import ExpertParallelStrategy
-from lightning_moe.strategy import register_strategies
+from lightning_moe.registration import register_strategies
 from tests.kit.rank_trainers import Plan, batches, make_module, rank_trainer, run_plans
 from tests.kit.ranks import run_ranks
 from tests.kit.script_runs import run_script
