@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
+from lightning_moe import ExpertParallelStrategy
 from lightning_moe.checkpoint.whole import read_whole
 from tests.kit.rank_trainers import join_lightning, loader, make_module, rank_trainer
 from tests.kit.ranks import run_ranks
@@ -117,11 +118,15 @@ class _Fails(L.Callback):
 def _fail_on_one_rank(rank: int, world: int, folder: Path) -> None:
     join_lightning(rank, world)
     callbacks = [_Fails(), OnExceptionCheckpoint(folder)]
-    trainer = rank_trainer(world, max_steps=4, callbacks=callbacks, enable_checkpointing=True)
+    # To wait for the other rank would take longer than the test may.
+    strategy = ExpertParallelStrategy(timeout=600.0)
+    trainer = rank_trainer(
+        world, strategy, max_steps=4, callbacks=callbacks, enable_checkpointing=True
+    )
     trainer.fit(make_module().double(), loader(rank, world))
 
 
 def test_a_checkpoint_on_exception_neither_hides_the_reason_nor_waits(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed(?s:.*)ValueError: the reason\s*$"):
-        run_ranks(_fail_on_one_rank, 2, tmp_path, timeout_s=30)
+        run_ranks(_fail_on_one_rank, 2, tmp_path, timeout_s=180)
     assert list(tmp_path.iterdir()) == []

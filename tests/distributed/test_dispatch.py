@@ -237,7 +237,11 @@ def test_groups_of_every_axis_reach_exactly_their_ranks() -> None:
 
 
 def _peak_when_all_go_to_the_first_rank(rank: int, world: int, recompute: bool) -> tuple[int, int]:
-    """Most bytes alive on this rank in one step, and what `AllToAllDispatcher` says they are at most."""
+    """Most bytes alive on this rank in one step, and what `AllToAllDispatcher` says they are at most.
+
+    Of several steps the least: a thread of gloo can let go of what it has sent after the work is done, when it next
+    gets the processor. That adds to a peak now and then, and never takes anything away.
+    """
     mesh, _ = connect(world)
     width, hidden, top_k, tokens = 32, 48, 2, 256
     router = RouterConfig(top_k=top_k, score_correction_bias=True)
@@ -247,14 +251,20 @@ def _peak_when_all_go_to_the_first_rank(rank: int, world: int, recompute: bool) 
     spread(layer, mesh, "all_to_all")
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     gradient = torch.ones(tokens, width)
-    with LiveBytes() as memory:
-        y, _ = run(layer, x, recompute=recompute)
-        y.backward(gradient)
+    peaks = []
+    for _ in range(20):
+        x.grad = None
+        layer.zero_grad()
+        with LiveBytes() as memory:
+            y, _ = run(layer, x, recompute=recompute)
+            y.backward(gradient)
+            del y
+        peaks.append(memory.peak)
     copies = tokens * top_k
     received = (world if rank == 0 else 0) * copies
     there = received * max(3 * width + 3 * hidden, width + 5 * hidden)
     here = 3 * (copies + tokens) * width
-    return memory.peak, x.element_size() * (there + here)
+    return min(peaks), x.element_size() * (there + here)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

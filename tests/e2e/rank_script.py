@@ -65,7 +65,7 @@ def main() -> None:
     dispatcher = keywords.get("dispatcher", "all_to_all")
     strategy = ExpertParallelStrategy(
         dispatcher=dispatcher,
-        timeout=float(keywords.get("timeout", 60)),
+        timeout=float(keywords.get("timeout", 600)),
     )
     trainer = rank_trainer(
         world,

@@ -79,7 +79,7 @@ def test_slurm_starts_the_ranks(tmp_path: Path, expected: dict[str, torch.Tensor
         }
         command = [sys.executable, "-m", "tests.e2e.rank_script", str(tmp_path), "none"]
         tasks.append(subprocess.Popen(command, cwd=root, env={**os.environ, **variables}))
-    assert [task.wait(150) for task in tasks] == [0, 0]
+    assert [task.wait(300) for task in tasks] == [0, 0]
     _assert_trained(tmp_path, expected)
 
 
@@ -105,7 +105,7 @@ def test_spawned_ranks_give_all_experts_back(
         [sys.executable, str(script), str(tmp_path / "weights")],
         env={**os.environ, "PYTHONPATH": str(root)},
         check=True,
-        timeout=150,
+        timeout=300,
     )
     weights = pickle.loads((tmp_path / "weights").read_bytes())
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
@@ -128,7 +128,7 @@ def test_an_error_of_a_spawned_rank_is_what_the_main_process_reports(tmp_path: P
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=300,
     )
     assert ended.returncode == 1
     assert "ValueError: rank 1 finds no data" in ended.stderr

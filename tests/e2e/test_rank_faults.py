@@ -11,8 +11,8 @@ from tests.kit.rank_trainers import Plan, run_plans
 from tests.kit.ranks import run_ranks
 from tests.kit.script_runs import Ended, run_script
 
-# Ends of processes take seconds on a busy machine; a hang would take a minute and more.
-SOON_S = 25.0
+# Ends of processes take seconds, on a busy machine many; a hang would take ten minutes.
+SOON_S = 100.0
 
 
 def _assert_over(ended: Ended, code: int) -> None:
@@ -38,10 +38,10 @@ def test_a_batch_too_large_for_static_dispatch_on_one_rank_ends_all_and_is_named
     tmp_path: Path,
 ) -> None:
     # The others wait for its rows; they need not wait for the timeout.
-    ended = run_script(tmp_path, "grow@1", "dispatcher=static", "timeout=60")
+    ended = run_script(tmp_path, "grow@1", "dispatcher=static")
     _assert_over(ended, 1)
     assert f"[rank 1] RuntimeError at step {FAULT_STEP}: a micro-batch of 64 tokens" in ended.said
-    assert "larger than the 32 that strategy.dispatcher=static was set up for" in ended.said
+    assert "larger than the 32 that strategy.dispatcher=static has slots for" in ended.said
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: object, timeout_s: float = 60.0
+    fn: Callable[..., Any], world: int, *args: object, timeout_s: float = 180.0
 ) -> list[Any]:
     """Call `fn(rank, world, *args)` on every rank of a gloo group; give the results in rank order.
 

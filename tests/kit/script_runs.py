@@ -31,7 +31,7 @@ def run_script(
         env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     fault = folder / "fault"
@@ -41,9 +41,22 @@ def run_script(
         seconds=time.time() - started,
         said=done.stderr,
         steps=[path.read_text().split()[-1] for path in sorted(folder.glob("steps-*"))],
-        running=[
-            pid
-            for path in folder.glob("pid-*")
-            if Path(f"/proc/{(pid := int(path.read_text()))}").exists()
-        ],
+        running=_still_running([int(path.read_text()) for path in folder.glob("pid-*")]),
     )
+
+
+def _still_running(pids: list[int]) -> list[int]:
+    """Those that are there for ten seconds more: what was killed may end a moment after its parent."""
+    deadline = time.monotonic() + 10
+    while pids and time.monotonic() < deadline:
+        pids = [pid for pid in pids if _is_running(pid)]
+        time.sleep(0.05 if pids else 0)
+    return pids
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        # The state comes after the name, in brackets; Z has ended and waits to be asked how.
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except OSError:
+        return False

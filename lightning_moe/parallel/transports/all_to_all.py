@@ -94,7 +94,8 @@ class AllToAllDispatcher:
     A rank holds at most its received rows: with `receive_limit=None` up to (ranks * tokens * K) rows of the
     experts' width, when one rank gets everything. Forward and backward of SwiGLU experts of width W and hidden size F
     then hold at most max(3W + 3F, W + 5F) numbers per received row, and 3W per token copy that this rank sends and per
-    token of its own, beside weights and their gradients.
+    token of its own, beside weights and their gradients. With gloo, for moments more: its threads let go of the rows
+    of an exchange when they next run, which can be later than the exchange is done.
 
     Args:
         group: the expert-parallel ranks; expert e of E lives at index e // (E / size).
