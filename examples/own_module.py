@@ -5,20 +5,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_moe import MoEConfig, RouterConfig, StepWindow
+from lightning_moe import MoEConfig, RouterConfig, StepHooks
 from lightning_moe.callbacks import ExpertLoadMonitor, RouterBiasCorrection
 from lightning_moe.nn import MoE, balance_loss
 
 
-class SpiralClassifier(L.LightningModule):
-    """Two inputs, two classes, one MoE layer."""
+class SpiralClassifier(StepHooks, L.LightningModule):
+    """Two inputs, two classes, one MoE layer; callbacks find the counts of a step through the hooks."""
 
     def __init__(self) -> None:
         super().__init__()
         router = RouterConfig(top_k=2, normalize_expert_weights=1.0, bias_gamma=1e-3)
         self.first, self.last = nn.Linear(2, 32), nn.Linear(32, 2)
         self.moe = MoE(32, MoEConfig(num_experts=4, hidden_size=64, router=router))
-        self.window = StepWindow()  # where the callbacks find the counts of a step
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Mean loss as usual; the routing record goes to the window."""
@@ -56,4 +55,4 @@ print("loss:", round(trainer.callback_metrics["train/ce"].item(), 3))
 print(
     "busiest expert / mean:", round(trainer.callback_metrics["train/load_max_over_mean"].item(), 2)
 )
-print("selection bias:", [round(b, 3) for b in module.moe.router.score_bias.tolist()])
+print("expert bias:", [round(b, 3) for b in module.moe.router.score_bias.tolist()])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_moe.module import MoEModule
     from lightning_moe.parallel import AllToAllDispatch, StaticDispatch
     from lightning_moe.step import (
+        StepHooks,
         StepWindow,
         assert_balance_invariant,
         close_window,
@@ -47,6 +48,7 @@ __all__ = [
     "RouterConfig",
     "SharedExpertConfig",
     "StaticDispatch",
+    "StepHooks",
     "StepWindow",
     "TokenBatch",
     "TokenDataModule",
@@ -64,6 +66,7 @@ _FIRST_USE: Final = {
     "MoEModule": "lightning_moe.module",
     "MoEPrecision": "lightning_moe.strategy",
     "StaticDispatch": "lightning_moe.parallel",
+    "StepHooks": "lightning_moe.step",
     "StepWindow": "lightning_moe.step",
     "TokenBatch": "lightning_moe.data",
     "TokenDataModule": "lightning_moe.data",

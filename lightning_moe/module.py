@@ -4,7 +4,7 @@ import hashlib
 import io
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -12,11 +12,9 @@ from typing import IO, Any
 import lightning as L
 import torch
 from jaxtyping import Float, Int
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
 from lightning_moe.checkpoint.whole import read_whole
@@ -27,23 +25,23 @@ from lightning_moe.nn import MoE, MoETransformer, Routing, moe_layers
 from lightning_moe.nn.init import draw_seed
 from lightning_moe.ops.compiled import compile_refusal
 from lightning_moe.ops.cross_entropy import IGNORE_INDEX, ChunkedLoss, chunked_cross_entropy
-from lightning_moe.optim import build_optimizer, learning_rate_factor
+from lightning_moe.optim import build_optimizer, build_schedule
 from lightning_moe.optim.released import refuse_released
-from lightning_moe.step import StepWindow, close_window, step_router_losses
-from lightning_moe.step.window import refuse_unclosed
+from lightning_moe.step import StepHooks, closed_step, step_router_losses
 from lightning_moe.strategy import ExpertParallelStrategy
 from lightning_moe.strategy.expert_backends import settle_backends
 from lightning_moe.strategy.log_step import align_log_step
 
 
-class MoEModule(L.LightningModule):
+class MoEModule(StepHooks):
     """Trains an MoE transformer on batches of tokens (`TokenBatch`).
 
     Cross-entropy and auxiliary losses are summed over tokens and divided once per optimizer step by all its tokens:
     gradients don't depend on accumulation, ranks or padding (`step.StepWindow`). Logged per optimizer step:
     `train/loss train/ce train/balance_loss train/z_loss train/lr train/tokens_per_second`, by its callbacks
     `train/grad_norm train/skipped_steps train/load_max_over_mean`; per validation `val/ce val/bits_per_byte`.
-    `balance_loss` and `z_loss` are means over layers without weights. All losses are in nats.
+    `balance_loss` and `z_loss` are means over layers without weights. All losses are in nats. Steps are closed by
+    `StepHooks`; a subclass that overrides `on_train_start` or a checkpoint hook calls super.
 
     Args:
         config: the model, or its mapping.
@@ -69,7 +67,6 @@ class MoEModule(L.LightningModule):
             {"config": to_mapping(self.config), "optim": to_mapping(self.optim)}
         )
         self.model = MoETransformer(self.config)
-        self.window = StepWindow()
         self.val_ce, self.test_ce = TokenMean(), TokenMean()
         self._has_nominal_tokens = False
         self._tokens_seen = torch.zeros((), dtype=torch.int64)
@@ -106,7 +103,8 @@ class MoEModule(L.LightningModule):
         """Sum of all losses over the labelled tokens, divided by a constant; see `step.StepWindow`."""
         with self._noise_of_batch(0):
             head, records, num_tokens = self._losses(batch)
-        self._open_window(batch)
+        if not self._has_nominal_tokens:
+            self._set_nominal_tokens(batch)
         total = head.total
         sums = {"ce": head.cross_entropy}
         if records:
@@ -191,14 +189,12 @@ class MoEModule(L.LightningModule):
 
     # ---- one optimizer step ----------------------------------------------------------------------------------
 
-    def _open_window(self, batch: TokenBatch) -> None:
-        if not self._has_nominal_tokens:
-            size = torch.tensor(batch.labels_BS.numel(), device=self.device)
-            self.window.nominal_tokens = int(
-                self.trainer.strategy.reduce(size, reduce_op="max").item()
-            )
-            self._has_nominal_tokens = True
-        refuse_unclosed(self)
+    def _set_nominal_tokens(self, batch: TokenBatch) -> None:
+        """The first micro-batch of a run says how many tokens a full one has."""
+        size = torch.tensor(batch.labels_BS.numel(), device=self.device)
+        largest = self.trainer.strategy.reduce(size, reduce_op="max")
+        self.window.nominal_tokens = int(largest.item())
+        self._has_nominal_tokens = True
 
     @contextmanager
     def _noise_of_batch(self, ahead: int) -> Iterator[None]:
@@ -217,25 +213,9 @@ class MoEModule(L.LightningModule):
             torch.manual_seed(seed)
             yield
 
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: torch.optim.Optimizer | LightningOptimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
-    ) -> None:
-        """Divide the gradients by the step's tokens right after the last backward, before callbacks and clipping."""
-
-        def closure() -> object:
-            result = optimizer_closure() if optimizer_closure is not None else None
-            close_window(self)
-            return result
-
-        super().optimizer_step(epoch, batch_idx, optimizer, closure)
-
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the step, from sums over all its micro-batches and ranks."""
-        statistics = close_window(self)
+        statistics = closed_step(self)
         if statistics is None:
             return
         self._tokens_seen = self._tokens_seen.to(self.device) + statistics.num_tokens
@@ -251,8 +231,7 @@ class MoEModule(L.LightningModule):
         self._step_started = now
 
     def on_train_batch_end(self, outputs: object, batch: TokenBatch, batch_idx: int) -> None:
-        """Refuse an optimizer step that nothing closed; the next `training_step` asks again."""
-        refuse_unclosed(self)
+        """Tell how long the first micro-batch took where blocks are compiled."""
         if self._compiling_since is not None:
             seconds = time.perf_counter() - self._compiling_since
             self._compiling_since = None
@@ -262,13 +241,13 @@ class MoEModule(L.LightningModule):
             )
 
     def on_train_start(self) -> None:
-        """Forget what an earlier, interrupted fit left open; start the clock."""
-        self.window.reset()
+        """Start the clock of the first step."""
+        super().on_train_start()
         self._step_started = time.perf_counter()
         self._compiling_since = None if self.config.compile == "none" else self._step_started
 
     def on_validation_end(self) -> None:
-        """Validation is no part of a step's time."""
+        """Restart the clock: validation is no part of a step's time."""
         self._step_started = time.perf_counter()
 
     # ---- set-up ----------------------------------------------------------------------------------------------
@@ -302,24 +281,16 @@ class MoEModule(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW with groups by role, and the schedule of `optim`."""
         optimizer = build_optimizer(self, self.optim)
-        scheduler = LambdaLR(optimizer, self._learning_rate_factor(self._total_of_schedule()))
+        schedule = build_schedule(
+            optimizer,
+            self.optim,
+            run_steps=lambda: self.trainer.estimated_stepping_batches,
+            tokens_seen=lambda: int(self._tokens_seen.item()),
+        )
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
-
-    def _total_of_schedule(self) -> int | None:
-        if self.optim.schedule == "constant" or self.optim.total is not None:
-            return self.optim.total
-        steps = self.trainer.estimated_stepping_batches
-        return None if math.isinf(steps) else int(steps)
-
-    def _learning_rate_factor(self, total: int | None) -> Callable[[int], float]:
-        def factor(steps: int) -> float:
-            done = steps if self.optim.unit == "steps" else int(self._tokens_seen.item())
-            return learning_rate_factor(self.optim, done, total)
-
-        return factor
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Bias correction, load logging and the guard against non-finite steps, unless the Trainer has its own."""
@@ -332,21 +303,20 @@ class MoEModule(L.LightningModule):
         return [new for new in wanted if not any(isinstance(own, type(new)) for own in given)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what a resumed run needs to go on exactly."""
-        checkpoint["lightning_moe"] = {
+        """Save what a resumed run needs to continue exactly."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["lightning_moe"] |= {
             "nominal_tokens": self.window.nominal_tokens if self._has_nominal_tokens else None,
             "tokens_seen": int(self._tokens_seen.item()),
             "noise_seed": self._noise_seed,
-            "window": self.window.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take it back."""
-        saved = checkpoint.get("lightning_moe")
-        if saved is not None:
+        """Load it, where the checkpoint is of an `MoEModule`."""
+        super().on_load_checkpoint(checkpoint)
+        saved = checkpoint.get("lightning_moe", {})
+        if "nominal_tokens" in saved:
             self._has_nominal_tokens = saved["nominal_tokens"] is not None
             self.window.nominal_tokens = saved["nominal_tokens"] or 1
             self._tokens_seen = torch.tensor(saved["tokens_seen"])
             self._noise_seed = saved["noise_seed"]
-            if "window" in saved:
-                self.window.load_state_dict(saved["window"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_moe.parallel.layout import plain_name
 from lightning_moe.precision import ReleasedParameter
-from lightning_moe.step import close_window
+from lightning_moe.step import closed_step
 
 
 class NonFiniteGuard(L.Callback):
@@ -35,7 +35,7 @@ class NonFiniteGuard(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Gradients are final here: accumulated, reduced, divided by tokens, not yet clipped."""
-        close_window(pl_module)
+        closed_step(pl_module)  # an error if they are not divided
         norm = gradient_norm(trainer, optimizer)
         pl_module.log("train/grad_norm", norm)
         if norm.isfinite():

@@ -8,7 +8,7 @@ import lightning as L
 
 from lightning_moe import nn
 from lightning_moe.nn import MoE
-from lightning_moe.step import StepStatistics, close_window
+from lightning_moe.step import StepStatistics, closed_step
 
 
 def moe_layers(module: L.LightningModule, asked_by: str) -> list[MoE]:
@@ -26,12 +26,13 @@ def moe_layers(module: L.LightningModule, asked_by: str) -> list[MoE]:
 
 
 def step_statistics(module: L.LightningModule, layers: list[MoE], asked_by: str) -> StepStatistics:
-    """Statistics of the optimizer step in progress, once its last backward is done.
+    """Statistics of the optimizer step in progress, in `on_before_optimizer_step`.
 
     Raises:
-        RuntimeError: if the module's `training_step` hands no records, or not one per layer, to a `StepWindow`.
+        RuntimeError: if the module's `training_step` hands no records, or not one per layer, to a `StepWindow`, or
+            nothing closes that.
     """
-    statistics = close_window(module)
+    statistics = closed_step(module)
     if statistics is None or len(statistics.requested) != len(layers):
         found = 0 if statistics is None else len(statistics.requested)
         raise missing_records(module, len(layers), found, asked_by)
@@ -74,6 +75,6 @@ def missing_records(
     """The error for a `training_step` that hands no records, or not one per layer, to a `StepWindow`."""
     return RuntimeError(
         f"{asked_by} needs one routing record per MoE layer of {type(module).__name__}: {num_layers} layers, "
-        f"{num_records} records; create `self.window = StepWindow()` in the module and call "
+        f"{num_records} records; let the module inherit lightning_moe.StepHooks and call "
         "`self.window.record([...])`, or `self.window.add(...)`, in training_step"
     )

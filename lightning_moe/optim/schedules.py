@@ -1,8 +1,39 @@
-"""Learning-rate schedules as functions of progress."""
+"""Learning-rate schedules: the formula, and the scheduler that a Trainer steps."""
 
 import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_moe.config import OptimConfig
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    config: OptimConfig,
+    *,
+    run_steps: Callable[[], float],
+    tokens_seen: Callable[[], int],
+) -> LambdaLR:
+    """The scheduler of `optimizer`, to be stepped once per optimizer step.
+
+    Args:
+        optimizer: holds the peak learning rate of each group.
+        config: the schedule.
+        run_steps: optimizer steps of the whole run, infinite where unknown; called where the schedule ends with it.
+        tokens_seen: tokens of all steps so far; called where `config.unit` is tokens.
+    """
+    total = config.total
+    if total is None and config.schedule != "constant":
+        steps = run_steps()
+        total = None if math.isinf(steps) else int(steps)
+
+    def factor(steps: int) -> float:
+        done = steps if config.unit == "steps" else tokens_seen()
+        return learning_rate_factor(config, done, total)
+
+    return LambdaLR(optimizer, factor)
 
 
 def learning_rate_factor(config: OptimConfig, done: int, total: int | None) -> float:

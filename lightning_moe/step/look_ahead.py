@@ -1,9 +1,10 @@
-"""The batches that an optimizer step has still to come, and whether they routed as was foreseen."""
+"""The micro-batches that follow in an optimizer step, seen before the Trainer hands them out."""
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
@@ -11,33 +12,40 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
+from lightning_moe.ops.records import Routing
+
+
+@runtime_checkable
+class RoutesAhead(Protocol):
+    """The method that the scope `exact` requires of a module."""
+
+    def routing_step(self, batch: object, batch_idx: int) -> Sequence[Routing]:
+        """One record per MoE layer, from the forward that `training_step` does with this batch, noise included."""
+        ...
+
 
 class LookAhead:
     """The iterator of a data fetcher, whose next items can be seen before they are handed out.
 
-    While items wait here, the loader is further on than training. A checkpoint asks the loader for its position; it
-    is answered with the one before the first waiting item, so that a resumed run misses none of them.
-
     Args:
-        loader: whose position a checkpoint keeps.
+        loader: the loader whose position a checkpoint keeps.
         iterator: an iteration over it.
     """
 
     def __init__(self, loader: CombinedLoader, iterator: Iterator[Any]) -> None:
+        self._loader = loader
         self._iterator = iterator
         # Each with the loader's position before it.
         self._waiting: deque[tuple[Any, list[dict[str, Any]]]] = deque()
-        self._position = type(loader)._state_dicts.__get__(loader)
-        loader._state_dicts = self.position  # type: ignore[method-assign]  # of this loader alone
 
     def position(self) -> list[dict[str, Any]]:
-        """The loader's position, had it handed out no more than this iterator has."""
-        return self._waiting[0][1] if self._waiting else self._position()
+        """The loader's position, had it handed out no more items than this iterator has."""
+        return self._waiting[0][1] if self._waiting else self._loader._state_dicts()
 
     def peek(self, number: int) -> list[Any]:
         """The next `number` items, or as many as there are."""
         while len(self._waiting) < number:
-            position = copy.deepcopy(self._position())
+            position = copy.deepcopy(self._loader._state_dicts())
             try:
                 self._waiting.append((next(self._iterator), position))
             except StopIteration:
@@ -51,6 +59,37 @@ class LookAhead:
         return self._waiting.popleft()[0] if self._waiting else next(self._iterator)
 
 
+def keep_position(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Write the position of training to `checkpoint`, where the loader is further on by the items seen ahead.
+
+    Without this a resumed run would miss those items.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    iterator = None if fetcher is None else fetcher.iterator
+    if isinstance(iterator, LookAhead) and (position := iterator.position()):
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = position
+
+
+def requested_ahead(module: L.LightningModule, num_layers: int) -> list[Tensor]:
+    """Per MoE layer, the copies that the step's later micro-batches request of each expert; 0 where none follow.
+
+    Calls `routing_step` without gradients, with the random numbers of the present moment and with copies of batches
+    and buffers, so that training finds all of them as they were.
+    """
+    assert isinstance(module, RoutesAhead)
+    batches = batches_ahead(module)
+    first = module.trainer.fit_loop.batch_idx + 1
+    totals: list[Tensor] = [torch.zeros((), dtype=torch.int64, device=module.device)] * num_layers
+    devices = [module.device] if module.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), _copied_buffers(module):
+        for batch_idx, batch in enumerate(batches, start=first):
+            records = module.routing_step(batch, batch_idx)
+            totals = [
+                total + record.requested_E for total, record in zip(totals, records, strict=True)
+            ]
+    return totals
+
+
 def batches_ahead(module: L.LightningModule) -> list[Any]:
     """The micro-batches that follow the present one in its optimizer step, on the module's device.
 
@@ -58,7 +97,7 @@ def batches_ahead(module: L.LightningModule) -> list[Any]:
     them here, and once more when the Trainer hands the batch itself out.
 
     Raises:
-        RuntimeError: if the Trainer can't say which micro-batches belong to a step, or doesn't fetch them itself.
+        RuntimeError: if the Trainer doesn't know which micro-batches belong to a step, or doesn't fetch them itself.
     """
     trainer = module.trainer
     if not module.automatic_optimization:
@@ -102,28 +141,20 @@ def _on_device(module: L.LightningModule, batch: object) -> object:
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def refuse_unforeseen(foreseen: Mapping[int, Tensor], requested: Sequence[Tensor]) -> None:
-    """The counts of the scope `exact` were promised before the step; noise that differs would break them.
-
-    A near tie may fall otherwise in a forward without gradients, whose kernels can differ: 1 % is let pass.
-
-    Args:
-        foreseen: by number of the layer, the copies that each expert was to get in the step.
-        requested: per layer, the copies that it got.
-
-    Raises:
-        RuntimeError: for the first layer where they differ.
-    """
-    if not foreseen:
-        return
-    pairs = [(requested[layer], counts) for layer, counts in foreseen.items()]
-    # One wait for the device, however many layers.
-    differs = torch.stack([(a - b).abs().sum() * 100 > a.sum() for a, b in pairs]).tolist()
-    for layer, (counted, counts), refused in zip(foreseen, pairs, differs, strict=True):
-        if refused:
-            raise RuntimeError(
-                f"model.moe.router.lb_loss_scope='exact': MoE layer {layer} was to route {counts.tolist()} copies to "
-                f"its experts in this optimizer step and routed {counted.tolist()}; routing_step must repeat what "
-                "training_step does with the same batch, random numbers included, and training_step must call "
-                "step_router_losses and add to its window once per batch"
-            )
+@contextmanager
+def _copied_buffers(module: L.LightningModule) -> Iterator[None]:
+    """Have forwards write to copies of the buffers: a batch norm would see every batch twice."""
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = copies[buffer]
+    try:
+        yield
+    finally:
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer

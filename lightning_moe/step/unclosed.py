@@ -1,4 +1,4 @@
-"""Optimizers that step by gradients which nothing has divided are caught at it."""
+"""Optimizers that step by gradients which nothing has divided are refused."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_moe.ops.compiled import outside_of_graphs
 
 UNCLOSED: Final = (
-    "an optimizer step went by without its gradients being divided by their tokens: optimizer_step was overridden "
-    "without calling super().optimizer_step, or nothing closes the module's StepWindow; call it, or "
-    "close_window(self) in on_before_optimizer_step (and window.reset() in on_train_start, where an earlier fit may "
-    "have been interrupted)"
+    "nothing has closed the module's StepWindow before its optimizer steps or callbacks read the step, so gradients "
+    "are not divided by the tokens of the step: let the module inherit lightning_moe.StepHooks, call "
+    "super().on_train_start() where it overrides that, and pass the closure to the optimizer where it overrides "
+    "optimizer_step; without StepHooks, call close_window(self) after the last backward of each step"
 )
 
 
@@ -30,13 +30,14 @@ class Divides(Protocol):
 
 @outside_of_graphs
 def watch_steps(window: Divides, loss: Tensor) -> None:
-    """As long as `window` lives, have no optimizer step parameters behind `loss` before it was closed.
+    """Make optimizers refuse to step parameters behind `loss` while `window` is to divide their gradients.
 
-    A window knows neither Trainer nor optimizers, and a module may forget to close it: so all optimizers of the
-    process are asked, after each step, whether they hold such a parameter. The step's RuntimeError is `UNCLOSED`.
+    `StepHooks` closes its window. A module without it may forget to, as may one that overrides a hook without
+    calling super; the window knows neither Trainer nor optimizers. So all optimizers of the process are asked after
+    each step, as long as the window lives, whether they hold such a parameter. Their error is `UNCLOSED`.
 
     Args:
-        window: that was given `loss`.
+        window: the window that was given `loss`.
         loss: before its backward.
     """
     open_window = weakref.ref(window)

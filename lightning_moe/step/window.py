@@ -1,7 +1,6 @@
-"""The micro-batches of one optimizer step: what they add up to, and the one division by their tokens."""
+"""The optimizer step of a module: open while micro-batches are added, closed by one division of its gradients."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -11,49 +10,26 @@ from torch import Tensor
 
 from lightning_moe.ops.multiply import multiply_
 from lightning_moe.ops.records import Routing
-from lightning_moe.step.look_ahead import refuse_unforeseen
+from lightning_moe.step.scope_state import ScopeState
+from lightning_moe.step.sums import OpenStep, StepStatistics
 from lightning_moe.step.unclosed import UNCLOSED, watch_steps
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepStatistics:
-    """One optimizer step, summed over its micro-batches and all ranks.
-
-    Attributes:
-        num_tokens: valid tokens (int64).
-        requested: per MoE layer, token copies asked of each expert (int64).
-        sums: the named sums given to `StepWindow.add` (float64); divide by `num_tokens` for means.
-    """
-
-    num_tokens: Int[Tensor, ""]
-    # Not " E": layers may differ in their number of experts.
-    requested: tuple[Int[Tensor, " _"], ...]
-    sums: dict[str, Float[Tensor, ""]]
-
-    def means(self) -> dict[str, Tensor]:
-        """The sums per token; 0 for a step without valid tokens."""
-        return {name: value / self.num_tokens.clamp(min=1) for name, value in self.sums.items()}
-
-
 class StepWindow:
-    """Collects the micro-batches of one optimizer step outside of every recomputed region.
+    """Collects the micro-batches of one optimizer step, outside of every recomputed region.
 
-    `training_step` returns `window.add(loss_sum, num_tokens, records)`, a loss divided by a constant only. Before
-    clipping and the step, `close_window` divides all gradients once, by the tokens of the whole step: the
-    gradient is that of one big batch, whatever the accumulation, the number of ranks and the padding.
-    A module that returns its own mean loss calls `record(records)` instead and its gradients are left alone.
-    `MoEModule`, `ExpertParallelStrategy` and the callbacks that read counts close the window. Other modules call
-    `close_window(self)` in `on_before_optimizer_step`: callbacks come and go (a learning-rate finder takes all out).
+    `training_step` returns `window.add(loss_sum, num_tokens, records)`, a loss divided by a constant only. After the
+    last backward of a step, `close_window` divides all gradients once, by the tokens of the whole step: the gradient
+    is that of one big batch, whatever the accumulation, the number of ranks and the padding.
+    A module that returns its own mean loss calls `record(records)` instead, and its gradients are left alone.
+
+    `StepHooks` has a window and closes it; callbacks read what was closed (`closed_step`).
 
     Attributes:
         nominal_tokens: the constant, equal on all ranks; tokens of a full micro-batch keep losses near their mean.
         last: statistics of the last closed step.
+        scopes: the counts that balance scopes keep between micro-batches and steps.
         observers: called with the records of every micro-batch as it is added; a copy of the window has none.
-        previous: per MoE layer, the token copies asked of each expert in the last closed step, over all ranks; what
-            the balance scope `lagged` uses. None before the first step of a fit that doesn't resume another.
-        foreseen: the same for the step in progress, by number of the layer, where the balance scope is `exact`.
-        opened_at: the Trainer's `global_step` when `step_router_losses` was last called in this step.
-        awaits: how many records of that call have still to be added, where a balance scope counts on them.
     """
 
     def __init__(self, nominal_tokens: int = 1) -> None:
@@ -61,75 +37,48 @@ class StepWindow:
             raise ValueError(f"nominal_tokens={nominal_tokens} must be at least 1")
         self.nominal_tokens = nominal_tokens
         self.last: StepStatistics | None = None
+        self.scopes = ScopeState()
         self.observers: list[Callable[[Sequence[Routing]], None]] = []
-        self.previous: tuple[Tensor, ...] | None = None
-        self._resumes = False
+        self._open = OpenStep()
+        self._divided: StepStatistics | None = None
         self._is_watched = False
-        self.reset()
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "observers": [], "_is_watched": False}
 
-    def reset(self) -> None:
-        """Begin a fit: forget the open step, and the one before unless `load_state_dict` has just brought it."""
-        if not self._resumes:
-            self.previous = None
-        self._resumes = False
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self._num_losses = 0
-        self._num_records = 0
-        self._num_tokens: Tensor | None = None
-        self._requested: list[Tensor] = []
-        self._counted_last: Tensor | None = None
-        self._sums: dict[str, Tensor] = {}
-        self._divided: StepStatistics | None = None
-        self.foreseen: dict[int, Tensor] = {}
-        self.opened_at: int | None = None
-        self.awaits = 0
+    def reset(self, *, resumes: bool = False) -> None:
+        """Begin a fit: forget the open step and, unless this fit resumes another, the one before."""
+        self._open, self._divided = OpenStep(), None
+        self.scopes.begin_step()
+        if not resumes:
+            self.last = self.scopes.previous = None
 
     def state_dict(self) -> dict[str, list[list[int]] | None]:
-        """What a resumed run needs where a balance scope is `lagged`: the counts of the last closed step."""
-        previous = self.previous
+        """The counts of the last closed step, which a resumed run needs where a balance scope is `lagged`."""
+        previous = self.scopes.previous
         return {"previous": None if previous is None else [counts.tolist() for counts in previous]}
 
     def load_state_dict(self, state_dict: Mapping[str, list[list[int]] | None]) -> None:
-        """Go on after the step that `state_dict` saw closed."""
+        """Continue after the step whose counts `state_dict` has."""
         previous = state_dict["previous"]
-        self.previous = (
+        self.scopes.previous = (
             None if previous is None else tuple(torch.tensor(counts) for counts in previous)
         )
-        self._resumes = True
-
-    def requested_so_far(self, layer: int) -> Tensor:
-        """Copies asked of each expert in the open step on this rank; a scalar 0 when nothing was added yet."""
-        return self._requested[layer] if self._requested else torch.zeros((), dtype=torch.int64)
-
-    def requested_before(self, layer: int, *, like: Tensor) -> Tensor:
-        """Copies asked of each expert in the step before, on the device of `like`.
-
-        Raises:
-            ValueError: if that step had other layers.
-        """
-        previous = self.previous or ()
-        if layer >= len(previous) or previous[layer].shape != like.shape:
-            raise ValueError(
-                f"the optimizer step before had counts of shapes {[tuple(counts.shape) for counts in previous]}, and "
-                f"MoE layer {layer} has {tuple(like.shape)}; add the records of all MoE layers to the window, and "
-                "resume from a checkpoint of the same model"
-            )
-        return previous[layer].to(like.device)
 
     @property
     def is_open(self) -> bool:
         """Whether anything was added since the last close."""
-        return self._num_losses + self._num_records > 0
+        return not self._open.is_empty
 
     @property
     def divides(self) -> bool:
         """Whether `close` will divide gradients."""
-        return self._num_losses > 0
+        return self._open.has_loss
+
+    @property
+    def requested(self) -> Sequence[Tensor]:
+        """Per MoE layer, copies requested of each expert in the open step on this rank; empty before any records."""
+        return self._open.requested
 
     def add(
         self,
@@ -142,78 +91,49 @@ class StepWindow:
 
         Args:
             loss_sum: sum over the valid tokens of this micro-batch.
-            num_tokens: how many those are; 0 is fine.
+            num_tokens: their number; 0 is fine.
             records: one per MoE layer, in the order of `module.modules()`.
             sums: further sums over the same tokens, to be logged as means.
 
         Raises:
             ValueError: if records are missing or come twice.
-            RuntimeError: not here, but in an optimizer that then steps before the window was closed.
+            RuntimeError: if the gradients of the step before were divided and nothing closed it. An optimizer that
+                steps before the window is closed raises as well.
         """
+        if self._divided is not None:
+            raise RuntimeError(UNCLOSED)
         if loss_sum.requires_grad and not self._is_watched:
             watch_steps(self, loss_sum)
             self._is_watched = True
-        self._num_losses += 1
-        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
-        for name, value in (sums or {}).items():
-            wide = value.detach().to(torch.float64)
-            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
-        self._count(records)
+        self._add(num_tokens, records, sums or {})
+        self._open.has_loss = True
         return loss_sum / self.nominal_tokens
 
     def record(self, records: Sequence[Routing]) -> None:
-        """Count the routing of a micro-batch whose loss is the module's own affair."""
-        num_tokens = records[0].num_tokens if records else None
-        if num_tokens is not None:
-            self._num_tokens = (
-                num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
-            )
-        self._num_records += 1
-        self._count(records)
+        """Count the routing of a micro-batch whose gradients must not be divided."""
+        self._add(records[0].num_tokens if records else 0, records, {})
 
-    def _count(self, records: Sequence[Routing]) -> None:
-        if self.awaits and len(records) != self.awaits:
-            raise ValueError(
-                f"step_router_losses was called with {self.awaits} routing records, and {len(records)} were added to "
-                "the window; its balance scopes need them all: `self.window.add(loss_sum, num_tokens, records)`, or "
-                "`self.window.record(records)`"
-            )
-        self.awaits = 0
+    def _add(
+        self, num_tokens: Tensor | int, records: Sequence[Routing], sums: Mapping[str, Tensor]
+    ) -> None:
+        self.scopes.receive(records)
         for observe in self.observers:
             observe(records)
-        requested = [record.requested_E for record in records]
-        if requested:
-            if requested[0] is self._counted_last:
-                raise ValueError(
-                    "the same routing records came to the window twice in a row, which would count their tokens twice; "
-                    "call `self.window.add(loss_sum, num_tokens, records)` or `self.window.record(records)`, not both"
-                )
-            self._counted_last = requested[0]
-        if not self._requested:
-            self._requested = requested
-            return
-        if len(requested) != len(self._requested):
-            raise ValueError(
-                f"{len(requested)} routing records after {len(self._requested)} in the same optimizer step; "
-                "pass one per MoE layer each time, in the same order"
-            )
-        self._requested = [
-            total + counts for total, counts in zip(self._requested, requested, strict=True)
-        ]
+        self._open.add(num_tokens, records, sums)
 
     def divide_ahead(
         self, *, all_reduce_sum: Callable[[Tensor], Tensor], num_ranks: int, accumulate: int
     ) -> Tensor | None:
-        """The factor that `close` would put on gradients, for a reducer that applies it on the way.
+        """The factor by which `close` would multiply gradients, for a reducer that applies it on the way.
 
         To be called after the last forward of a step. `close` then leaves the gradients alone.
 
         Returns:
             A float64 scalar, or None when the step holds no loss of this window.
         """
-        if not self._num_losses:
+        if not self._open.has_loss:
             return None
-        self._divided = self._reduced(all_reduce_sum)
+        self._divided = self._open.over_ranks(all_reduce_sum)
         return self._factor(self._divided, num_ranks, accumulate)
 
     def _factor(self, statistics: StepStatistics, num_ranks: int, accumulate: int) -> Tensor:
@@ -230,48 +150,29 @@ class StepWindow:
     ) -> StepStatistics | None:
         """End the step: one reduction of all sums, and one division of the gradients in place.
 
-        Does nothing when nothing is open, so it may be called from several places.
+        Does nothing when nothing is open.
 
         Args:
             all_reduce_sum: sum of a tensor over the ranks that share the loss.
             num_ranks: ranks over which the gradients were averaged.
             accumulate: the number by which the trainer divided each loss.
             gradients: what the optimizer will read, already reduced over ranks.
+
+        Returns:
+            Statistics of the step, or of the one before when nothing is open.
         """
         if not self.is_open:
             return self.last
         statistics = self._divided
         if statistics is None:
-            statistics = self._reduced(all_reduce_sum)
+            statistics = self._open.over_ranks(all_reduce_sum)
             # By what was called, not by the tokens seen: every rank must take the same branch.
-            if self._num_losses:
+            if self._open.has_loss:
                 multiply_(gradients, self._factor(statistics, num_ranks, accumulate))
-        refuse_unforeseen(self.foreseen, statistics.requested)
-        self._resumes = False
-        self._begin_step()
-        self.last, self.previous = statistics, statistics.requested
+        self.scopes.end_step(statistics.requested)
+        self._open, self._divided = OpenStep(), None
+        self.last = statistics
         return statistics
-
-    def _reduced(self, all_reduce_sum: Callable[[Tensor], Tensor]) -> StepStatistics:
-        """Everything in one message; float64 holds counts exactly up to 2^53."""
-        num_tokens = (
-            self._num_tokens if self._num_tokens is not None else torch.zeros((), dtype=torch.int64)
-        )
-        names = sorted(self._sums)
-        parts = [
-            num_tokens.view(1),
-            *self._requested,
-            *(self._sums[name].view(1) for name in names),
-        ]
-        sizes = [part.numel() for part in parts]
-        total = all_reduce_sum(torch.cat([part.to(torch.float64) for part in parts]))
-        tokens, *rest = total.split(sizes)
-        counts, sums = rest[: len(self._requested)], rest[len(self._requested) :]
-        return StepStatistics(
-            num_tokens=tokens.squeeze(0).to(torch.int64),
-            requested=tuple(count.to(torch.int64) for count in counts),
-            sums={name: value.squeeze(0) for name, value in zip(names, sums, strict=True)},
-        )
 
 
 def divide_ahead(module: L.LightningModule) -> Tensor | None:
@@ -283,7 +184,8 @@ def divide_ahead(module: L.LightningModule) -> Tensor | None:
 def close_window(module: L.LightningModule) -> StepStatistics | None:
     """Close the step of `module.window`, if it has one and it is open, and give its statistics.
 
-    Called by `MoEModule.optimizer_step` and by every callback that reads the statistics, whichever comes first.
+    `StepHooks` calls this once per step. A module may call it before: after the last backward of a step, where
+    it clips by hand in manual optimization.
 
     Raises:
         TypeError: if `module.window` exists and isn't a `StepWindow`.
@@ -294,24 +196,21 @@ def close_window(module: L.LightningModule) -> StepStatistics | None:
     )
 
 
-def refuse_unclosed(module: L.LightningModule, *, counts_matter: bool = True) -> None:
-    """Note at which step `module.window` is opened, and refuse to go on with it in a later one.
+def closed_step(module: L.LightningModule) -> StepStatistics | None:
+    """Statistics of the last closed step of `module.window`: in `on_before_optimizer_step`, of the step in progress.
 
-    Args:
-        module: in the middle of a `training_step`, or at its end.
-        counts_matter: whether records alone, which ask for no division, have to be closed as well.
+    None where the module has no window, or closed no step yet.
 
     Raises:
-        RuntimeError: if an optimizer step went by while the window stayed open.
+        RuntimeError: if a step is open, so that nothing closed it before it is read.
+        TypeError: if `module.window` exists and isn't a `StepWindow`.
     """
     window = window_of(module)
     if window is None:
-        return
-    step = module.trainer.global_step
-    must_close = window.divides or (counts_matter and window.is_open)
-    if must_close and window.opened_at not in (None, step):
+        return None
+    if window.is_open:
         raise RuntimeError(UNCLOSED)
-    window.opened_at = step
+    return window.last
 
 
 def window_of(module: L.LightningModule) -> StepWindow | None:

@@ -31,7 +31,7 @@ from lightning_moe.parallel.mesh import (
 from lightning_moe.parallel.reducer import GradientReducer
 from lightning_moe.parallel.replicas import sync_replicas
 from lightning_moe.parallel.transports import LargerBatches, Transport, make_transport
-from lightning_moe.step.window import close_window, divide_ahead
+from lightning_moe.step.window import divide_ahead
 from lightning_moe.strategy.agreement import layer_options, refuse_different, step_options
 from lightning_moe.strategy.expert_backends import settle_backends
 from lightning_moe.strategy.hooks import RankHooks, there
@@ -276,16 +276,15 @@ class ExpertParallelStrategy(RankHooks):
         model: L.LightningModule | nn.Module | None = None,
         **options: Any,
     ) -> object:
-        """Once gradients are there, refuse micro-batches that were too large, then close the step's window."""
+        """Once gradients are there, refuse micro-batches that were too large."""
 
-        def closed() -> object:
+        def checked() -> object:
             result = closure()
             if self.transport.fixed_shapes:
                 self._larger.refuse(there(self.mesh).world, self.root_device)
-            close_window(self._module)
             return result
 
-        return super().optimizer_step(optimizer, closed, model, **options)
+        return super().optimizer_step(optimizer, checked, model, **options)
 
     def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of `optimizer` over all ranks, each element once; equal everywhere."""

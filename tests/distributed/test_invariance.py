@@ -66,6 +66,11 @@ class Stream(IterableDataset[TokenBatch]):
 class Logged(Recorded):
     """All that is logged, of every optimizer step."""
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # As if a step had gone by: the very first one has no step before it.
+        self.window.load_state_dict({"previous": [[30, 50, 10, 70]] * len(self.moe_layers)})
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
@@ -108,8 +113,6 @@ def _train(rank: int, world: int, scopes: tuple[str, ...], splits: list[Split]) 
 def _train_split(rank: int, world: int, scopes: tuple[str, ...], split: Split) -> Result:
     torch.manual_seed(0)
     module = Logged(_config(scopes, split), lambda p: torch.optim.SGD(p, lr=0.1)).double()
-    # As if a step had gone by: the very first one has no step before it.
-    module.window.load_state_dict({"previous": [[30, 50, 10, 70]] * len(scopes)})
     strategy = parallel(split.ep) if world > 1 else "auto"
     data = batches(rank, world, steps=STEPS, accumulate=split.accumulate, sequences=SEQUENCES)
     data = Stream(data) if split.stream else data

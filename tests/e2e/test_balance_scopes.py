@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_moe import StepWindow, TokenBatch, step_router_losses
+from lightning_moe import StepHooks, StepWindow, TokenBatch, step_router_losses
 from lightning_moe.callbacks import NonFiniteGuard, RouterBiasCorrection
 from lightning_moe.nn import Routing
 from tests.kit.modules import OwnModule
@@ -75,10 +75,10 @@ class _Position(L.Callback):
     """What a checkpoint in the middle of a step says about the loader, and what the loader has given."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        loop = trainer.fit_loop
-        saved = loop.on_save_checkpoint()["combined_loader"][0]["given"]
-        given = trainer.train_dataloader.given
-        self.seen = [*getattr(self, "seen", []), (loop.batch_idx + 1, saved, given)]
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+        saved, given = loop["combined_loader"][0]["given"], trainer.train_dataloader.given
+        self.seen = [*getattr(self, "seen", []), (trainer.fit_loop.batch_idx + 1, saved, given)]
 
 
 class _Counting(DataLoader[TokenBatch]):
@@ -107,12 +107,11 @@ def test_a_checkpoint_within_a_step_keeps_the_position_of_training(tmp_path: Pat
 # ---- a user's own module -------------------------------------------------------------------------------------------
 
 
-class Balanced(OwnModule):
-    """The documented recipe."""
+class Windowless(OwnModule):
+    """The documented recipe without its hooks."""
 
     def __init__(self, scope: str = "exact", **router: object) -> None:
         super().__init__(lb_loss_weight=2.0, lb_loss_scope=scope, **router)
-        self.window = StepWindow(7)
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         total, num_tokens, routing = self.loss_sum(batch)
@@ -121,6 +120,14 @@ class Balanced(OwnModule):
 
     def routing_step(self, batch: TokenBatch, batch_idx: int) -> list[Routing]:
         return [self.loss_sum(batch)[2]]
+
+
+class Balanced(StepHooks, Windowless):
+    """The documented recipe."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.window.nominal_tokens = 7
 
 
 def _fit(
@@ -210,17 +217,11 @@ def test_a_forward_ahead_takes_no_gradient_from_weights_under_autocast(tmp_path:
     assert gradients[0].abs().min() > 0
 
 
-class _NoWindow(Balanced):
-    def __init__(self, scope: str) -> None:
-        super().__init__(scope)
-        del self.window
-
-
 @pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
 def test_scopes_of_a_step_are_refused_without_a_window(tmp_path: Path, scope: str) -> None:
-    message = f"lb_loss_scope='{scope}' needs the counts .*create `self.window = StepWindow"
+    message = f"lb_loss_scope='{scope}' needs the counts .*let Windowless inherit .*StepHooks"
     with pytest.raises(ValueError, match=message):
-        _fit(tmp_path, _NoWindow(scope), callbacks=[])
+        _fit(tmp_path, Windowless(scope), callbacks=[])
 
 
 class _NoRouting(Balanced):
@@ -256,10 +257,16 @@ def test_exact_is_refused_where_the_step_fetches_its_batches_itself(tmp_path: Pa
         _fit(tmp_path, _TakesAnIterator())
 
 
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_micro_batch", "accumulated"])
-def test_a_window_that_nothing_closes_is_refused(tmp_path: Path, scope: str) -> None:
-    with pytest.raises(RuntimeError, match=r"or nothing closes the module's StepWindow"):
-        _fit(tmp_path, Balanced(scope), callbacks=[])
+class _OwnWindow(Windowless):
+    def __init__(self, scope: str) -> None:
+        super().__init__(scope)
+        self.window = StepWindow(7)
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "lagged", "exact"])
+def test_the_steps_of_a_window_without_hooks_are_closed_as_well(tmp_path: Path, scope: str) -> None:
+    got, expected = (_fit(tmp_path, kind(scope)) for kind in (_OwnWindow, Balanced))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 class _RecordsOnly(Balanced):
@@ -270,12 +277,11 @@ class _RecordsOnly(Balanced):
         return (total + auxiliary.total) / num_tokens
 
 
-def test_a_window_of_records_alone_may_stay_open_where_no_scope_reads_it(tmp_path: Path) -> None:
-    module = _RecordsOnly("micro_batch")
+def test_steps_of_records_alone_are_closed_as_well(tmp_path: Path) -> None:
+    module = _RecordsOnly("lagged")
     _fit(tmp_path, module, callbacks=[])
-    assert module.window.is_open
-    with pytest.raises(RuntimeError, match=r"or nothing closes the module's StepWindow"):
-        _fit(tmp_path, _RecordsOnly("lagged"), callbacks=[])
+    assert not module.window.is_open
+    assert module.window.last is not None
 
 
 class _Lbfgs(Balanced):
@@ -303,11 +309,26 @@ def test_a_micro_batch_added_without_its_records_is_refused(tmp_path: Path, scop
 
 def test_a_fit_that_resumes_nothing_does_not_know_the_last_step_of_another(tmp_path: Path) -> None:
     module = Balanced("lagged")
-    module.on_train_start = module.window.reset
     initial = {name: tensor.clone() for name, tensor in module.double().state_dict().items()}
     first = _fit(tmp_path, module)
     module.load_state_dict(initial)
     torch.testing.assert_close(_fit(tmp_path, module), first, rtol=0, atol=0)
+
+
+def test_a_resumed_fit_of_a_users_own_module_equals_a_straight_one_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "first.ckpt"
+
+    def train(epochs: int, ckpt_path: Path | None = None) -> dict[str, Tensor]:
+        module = Balanced("lagged")
+        trainer = make_trainer(
+            tmp_path, max_epochs=epochs, accumulate_grad_batches=2, callbacks=[NonFiniteGuard()]
+        )
+        trainer.fit(module, make_loader(make_batches(LENGTHS[:2])), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(path)
+        return module.state_dict()
+
+    straight, _, resumed = train(2), train(1), train(2, path)
+    torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
 
 
 class _ChangesBatches(Balanced):

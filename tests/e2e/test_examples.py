@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 SHOWN = {
     "expert_parallel.py": "rank 0 holds experts [0, 1, 2, 3]",
     "moe_layer.py": "gradient of the router: (8, 64)",
-    "own_module.py": "selection bias:",
+    "own_module.py": "expert bias:",
     "resume.py": "bit for bit equal: True",
     "token_gerrymandering.py": "balance loss 0.085551, busiest / mean 4.000, dead experts 48 of 64",
     "train_script.py": "bits per byte after 20 steps",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_moe import StepWindow, TokenBatch
 from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
-from lightning_moe.step import close_window
+from lightning_moe.step import close_steps, close_window
 from tests.kit.modules import Adding, Manual, OwnModule, Recording
 from tests.kit.runs import (
     GAMMA,
@@ -70,21 +70,64 @@ def test_sums_given_to_a_window_are_divided_by_the_tokens_of_the_step(tmp_path: 
     _assert_equal(_fit(tmp_path, Adding(), accumulate_grad_batches=2), _by_hand(_over_tokens))
 
 
-def test_the_guard_alone_divides_as_well(tmp_path: Path) -> None:
-    got = _fit(tmp_path, Adding(), accumulate_grad_batches=2, callbacks=[NonFiniteGuard()])
+class _WithoutHooks(OwnModule):
+    """Can't inherit the hooks and calls what they call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = StepWindow(7)
+
+    training_step = Adding.training_step
+
+    def on_train_start(self) -> None:
+        close_steps(self.trainer)
+        self.window.reset()
+
+
+class _StepsByItself(Adding):
+    """The usual override for a warm-up of one's own, without super()."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: object, closure: object
+    ) -> None:
+        optimizer.step(closure=closure)
+
+
+@pytest.mark.filterwarnings("ignore:When using `Trainer.accumulate_grad_batches != 1")
+@pytest.mark.parametrize("module", [Adding, _WithoutHooks, _StepsByItself])
+@pytest.mark.parametrize("callbacks", [[], [NonFiniteGuard]])
+def test_steps_are_closed_with_and_without_callbacks_that_read_them(
+    tmp_path: Path, module: type[OwnModule], callbacks: list[type[L.Callback]]
+) -> None:
+    options = {"accumulate_grad_batches": 2, "callbacks": [kind() for kind in callbacks]}
+    got = _fit(tmp_path, module(), **options)
     expected = _by_hand(_over_tokens)
     # Nothing moves the bias then.
     expected["moe.router.score_bias"] = torch.zeros(NUM_EXPERTS)
     _assert_equal(got, expected)
 
 
-def test_clipping_sees_gradients_that_a_callback_has_divided(tmp_path: Path) -> None:
+def test_clipping_sees_divided_gradients(tmp_path: Path) -> None:
     got = _fit(tmp_path, Adding(), accumulate_grad_batches=2, gradient_clip_val=0.05)
     _assert_equal(got, _by_hand(_over_tokens, max_norm=0.05))
 
 
+class _FirstGradient(L.Callback):
+    """What the first of the Trainer's callbacks sees of the head's gradient."""
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: OwnModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.seen = [*getattr(self, "seen", []), pl_module.head.bias.grad.clone()]
+
+
 def test_manual_optimization_is_divided_by_the_tokens_of_the_step(tmp_path: Path) -> None:
-    _assert_equal(_fit(tmp_path, Manual(2)), _by_hand(_over_tokens))
+    first, automatic = _FirstGradient(), _FirstGradient()
+    got = _fit(tmp_path, Manual(2), callbacks=[first, RouterBiasCorrection()])
+    _assert_equal(got, _by_hand(_over_tokens))
+    options = {"accumulate_grad_batches": 2, "callbacks": [automatic, RouterBiasCorrection()]}
+    _fit(tmp_path, Adding(), **options)
+    torch.testing.assert_close(first.seen, automatic.seen, rtol=1e-12, atol=1e-12)
 
 
 def test_recording_leaves_a_mean_loss_alone_and_still_moves_the_bias(tmp_path: Path) -> None:
@@ -126,16 +169,32 @@ def test_a_window_closed_by_hand_before_clipping_is_not_divided_again(tmp_path: 
     _assert_equal(_fit(tmp_path, _ClosesItself(2)), _by_hand(_over_tokens, max_norm=0.05))
 
 
+class _ForgetsSuper(Adding):
+    def on_train_start(self) -> None:
+        pass
+
+
+class _ForgetsSuperManually(Manual):
+    def on_train_start(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
-    ("module", "accumulate"), [(Adding, 1), (Adding, 2), (lambda: Manual(2), 1)]
+    ("module", "accumulate"),
+    [(_ForgetsSuper, 1), (_ForgetsSuper, 2), (lambda: _ForgetsSuperManually(2), 1)],
 )
+@pytest.mark.parametrize("callback", [None, NonFiniteGuard, RouterBiasCorrection])
 def test_sums_that_nothing_divides_are_refused_at_the_first_step(
-    tmp_path: Path, module: Callable[[], OwnModule], accumulate: int
+    tmp_path: Path,
+    module: Callable[[], OwnModule],
+    accumulate: int,
+    callback: type[L.Callback] | None,
 ) -> None:
-    with pytest.raises(
-        RuntimeError, match="nothing closes the module's StepWindow; call it, or cl"
-    ):
-        _fit(tmp_path, module(), callbacks=[], max_steps=1, accumulate_grad_batches=accumulate)
+    callbacks = [] if callback is None else [callback()]
+    with pytest.raises(RuntimeError, match="nothing has closed the module's StepWindow"):
+        _fit(
+            tmp_path, module(), callbacks=callbacks, max_steps=1, accumulate_grad_batches=accumulate
+        )
 
 
 @pytest.mark.parametrize("callback", [RouterBiasCorrection, ExpertLoadMonitor])
@@ -143,7 +202,7 @@ def test_callbacks_refuse_a_module_that_records_nothing(
     tmp_path: Path, callback: type[L.Callback]
 ) -> None:
     with pytest.raises(
-        RuntimeError, match=r"1 layers, 0 records; create `self.window = StepWindow"
+        RuntimeError, match=r"1 layers, 0 records; let the module inherit lightning_moe.StepHooks"
     ):
         _fit(tmp_path, OwnModule(), callbacks=[callback()])
 

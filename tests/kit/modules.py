@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_moe import MoEConfig, RouterConfig, StepWindow, TokenBatch
+from lightning_moe import MoEConfig, RouterConfig, StepHooks, TokenBatch
 from lightning_moe.nn import MoE, Routing, balance_loss
 from tests.kit import rank_trainers
 from tests.kit.runs import GAMMA, LEARNING_RATE, NUM_EXPERTS, VOCAB_SIZE
@@ -45,12 +45,8 @@ class OwnModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
-class Recording(OwnModule):
+class Recording(StepHooks, OwnModule):
     """Keeps its mean loss and counts the routing."""
-
-    def __init__(self, *, bias_gamma: float | None = GAMMA) -> None:
-        super().__init__(bias_gamma=bias_gamma)
-        self.window = StepWindow()
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         total, num_tokens, routing = self.loss_sum(batch)
@@ -58,12 +54,12 @@ class Recording(OwnModule):
         return total / num_tokens
 
 
-class Adding(OwnModule):
-    """Gives sums to the window; a callback closes it."""
+class Adding(StepHooks, OwnModule):
+    """Gives sums to the window."""
 
-    def __init__(self, nominal_tokens: int = 7) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.window = StepWindow(nominal_tokens)
+        self.window.nominal_tokens = 7
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         total, num_tokens, routing = self.loss_sum(batch)
@@ -121,8 +117,8 @@ class ScriptedTwoOptimizers(TwoOptimizers, Scripted):
     """Both of them."""
 
 
-class Regression(L.LightningModule):
-    """Real numbers in and out, mean losses; with or without a layer of experts, and a window that feeds its bias."""
+class Regression(StepHooks, L.LightningModule):
+    """Real numbers in and out, mean losses; with or without a layer of experts, and records that move its bias."""
 
     def __init__(self, *, with_moe: bool, with_window: bool) -> None:
         super().__init__()
@@ -132,8 +128,7 @@ class Regression(L.LightningModule):
         self.moe = MoE(16, moe) if with_moe else None
         self.last = nn.Linear(16, 300)
         self.read = nn.Linear(300, 3)
-        if with_window:
-            self.window = StepWindow()
+        self.with_window = with_window
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -144,7 +139,7 @@ class Regression(L.LightningModule):
             x = x + y
             with torch.set_grad_enabled(self.moe.router.weight.requires_grad):
                 extra = 0.1 * balance_loss([routing], scope="sequence")
-            if hasattr(self, "window"):
+            if self.with_window:
                 self.window.record([routing])
         loss = self.read(self.last(x).tanh()).square().mean() + extra
         self.log("loss", loss, sync_dist=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_moe import MoEConfig, RouterConfig, StepWindow
 from lightning_moe.nn import MoE, Routing
 from lightning_moe.nn.router_losses import router_losses
-from lightning_moe.step.balance_scope import balance_counts
+from lightning_moe.step.balance_counts import balance_counts
 from tests.kit.operators import Calls
 from tests.kit.records import routing_record
 
@@ -157,9 +157,11 @@ def test_the_state_of_a_window_is_the_step_before() -> None:
     _close(window, ranks)
     resumed = StepWindow()
     resumed.load_state_dict(window.state_dict())
-    resumed.reset()
+    resumed.reset(resumes=True)
     records = [routing_record([7, 7])] * 2
     assert _counts(layers, records, resumed, ranks) == [[11, 22], [33, 0]]
+    resumed.reset()
+    assert _counts(layers, records, resumed, ranks) == [[77, 77]] * 2
 
 
 def test_a_step_before_with_other_layers_is_refused() -> None:

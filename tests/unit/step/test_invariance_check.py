@@ -18,7 +18,7 @@ from lightning_moe import (
     assert_balance_invariant,
 )
 from lightning_moe.nn import MoE, Routing
-from lightning_moe.step import invariance
+from lightning_moe.step import invariance_check
 
 
 class Own(L.LightningModule):
@@ -127,6 +127,6 @@ def test_a_module_without_routing_step_is_refused() -> None:
 
 
 def test_the_example_in_its_documentation_runs() -> None:
-    result = doctest.testmod(invariance)
+    result = doctest.testmod(invariance_check)
     assert result.attempted > 5
     assert result.failed == 0

@@ -1,4 +1,4 @@
-"""A check for users: does the balance loss of this module keep what its scopes promise?"""
+"""A check for users: whether the balance losses of their module keep the invariances of their scopes."""
 
 import copy
 import math
@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_moe.config import BALANCE_INVARIANCE
 from lightning_moe.nn import MoE, balance_loss, named_moe_layers
-from lightning_moe.step.balance_scope import RoutesAhead, balance_counts
+from lightning_moe.step.balance_counts import balance_counts
+from lightning_moe.step.look_ahead import RoutesAhead
 from lightning_moe.step.window import StepWindow
 
 _SPLITS: Final = (2, 4)
@@ -24,12 +25,12 @@ _TOLERANCE: Final = (
 
 
 def assert_balance_invariant(module: L.LightningModule, batch: object) -> str:
-    """Check that splitting `batch` into micro-batches changes no balance loss that promises not to change.
+    """Check that splitting `batch` into micro-batches changes no balance loss whose scope rules that out.
 
     The batch stands for the tokens of one optimizer step. For each MoE layer its balance loss, the gradients of that
-    loss and the expert counts (which move the selection bias) are computed for the whole batch, and again for 2 and 4
-    micro-batches of it. A float64 copy of the module does it, in evaluation mode, so without noise; `module` is left
-    alone. For the scope `lagged` the step before had the same counts.
+    loss and the expert counts (which move the expert bias) are computed for the whole batch, and again for 2 and 4
+    micro-batches of it, by a float64 copy of the module in evaluation mode, so without noise. `module` itself isn't
+    changed. For the scope `lagged` the step before had the same counts.
 
     >>> import torch
     >>> from lightning_moe import MoEConfig, MoEModule, RouterConfig, TokenBatch, TransformerConfig
@@ -83,7 +84,7 @@ def assert_balance_invariant(module: L.LightningModule, batch: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Balance:
-    """Of one layer over a step: loss per token, its gradients, and the copies asked of each expert."""
+    """Of one layer over a step: loss per token, its gradients, and the copies requested of each expert."""
 
     loss: Tensor
     gradients: list[Tensor]
@@ -99,7 +100,7 @@ class _Balance:
 
 
 def _check(module: L.LightningModule, layers: dict[str, MoE], batch: object) -> int:
-    """The number of rows of the batch, if all is well."""
+    """The number of rows of the batch; a ValueError where the check can't run."""
     if not layers or not isinstance(module, RoutesAhead):
         missing = "a method routing_step(batch, batch_idx)" if layers else "an MoE layer"
         raise ValueError(
@@ -142,7 +143,7 @@ def _step(
     """Each layer's balance over a step of these micro-batches."""
     assert isinstance(module, RoutesAhead)
     window = StepWindow()
-    window.previous = previous
+    window.scopes.previous = previous
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     losses = [torch.zeros((), dtype=torch.float64) for _ in layers]
     gradients = [[torch.zeros_like(parameter) for parameter in parameters] for _ in layers]
@@ -175,7 +176,7 @@ def _step(
             losses[j] = losses[j] + loss.detach()
             gradients[j] = [a + b for a, b in zip(gradients[j], found, strict=True)]
     return [
-        _Balance(loss=loss, gradients=of_layer, counts=window.requested_so_far(j))
+        _Balance(loss=loss, gradients=of_layer, counts=window.requested[j])
         for j, (loss, of_layer) in enumerate(zip(losses, gradients, strict=True))
     ]
 

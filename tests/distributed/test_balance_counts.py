@@ -11,7 +11,7 @@ from lightning_moe import StepWindow
 from lightning_moe.config import MoEConfig, RouterConfig
 from lightning_moe.nn import MoE
 from lightning_moe.nn.router_losses import router_losses
-from lightning_moe.step.balance_scope import balance_counts
+from lightning_moe.step.balance_counts import balance_counts
 from tests.kit.randomized import randomized
 from tests.kit.ranks import run_ranks
 
