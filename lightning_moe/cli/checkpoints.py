@@ -1,27 +1,32 @@
 """Checkpoints of runs: writing the last one, reading one with an error that names the file."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_moe.checkpoint.whole import read_whole
-from lightning_moe.config import OptimConfig, to_mapping
+from lightning_moe.cli.run_config import RunConfig
+from lightning_moe.cli.runs import key_of
+from lightning_moe.config import to_mapping
+from lightning_moe.config.checks import AT_LEAST_ONE, check_ints, given
+from lightning_moe.files import atomic_write
 from lightning_moe.strategy import ExpertParallelStrategy
 
 # Restored with the optimizer and its schedule, so that a resumed run never reads them from the options.
-_RESTORED_OPTIM: Final = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "router_lr_scale",
-    "expert_lr_scale",
+_RESTORED: Final = (
+    "optim.lr",
+    "optim.betas",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.router_lr_scale",
+    "optim.expert_lr_scale",
 )
 
 
@@ -32,11 +37,27 @@ class LastCheckpoint(Checkpoint):
 
     Args:
         folder: where it is written.
+        every_n_steps: save after every so many optimizer steps as well; None saves at validations only.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, every_n_steps: int | None = None) -> None:
+        check_ints("callbacks.last", AT_LEAST_ONE, **given(every_n_steps=every_n_steps))
         self.path = Path(folder) / "last.ckpt"
-        self._saved_step = -1
+        self.every_n_steps = every_n_steps
+        self.saved_step = -1
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Save, if it is time to."""
+        step = trainer.global_step
+        if self.every_n_steps and step % self.every_n_steps == 0 and step != self.saved_step:
+            self._save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save."""
@@ -45,12 +66,37 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save, unless the run ended with a validation."""
-        if self._saved_step != trainer.global_step:
+        if self.saved_step != trainer.global_step:
             self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
-        trainer.save_checkpoint(self.path)
-        self._saved_step = trainer.global_step
+        # Lightning says so as False, or as a number of batches.
+        if not getattr(trainer, "fast_dev_run", False):
+            trainer.save_checkpoint(self.path)
+            self.saved_step = trainer.global_step
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes checkpoint files that are whole or not there, as Lightning's own are not on a full disk."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None
+    ) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: if it can't be written; what was there before is still there.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        try:
+            with atomic_write(Path(path)) as file:
+                torch.save(checkpoint, file)
+        # torch's writer of zip files knows no OSError.
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or error.__context__ or error
+            raise OSError(f"{path} can't be written ({reason}); is the disk full?") from error
 
 
 def read_checkpoint(path: str, option: str) -> dict[str, Any]:
@@ -121,22 +167,68 @@ def check_fits(module: L.LightningModule, checkpoint: Mapping[str, Any], source:
 
 
 def check_resumable(
-    checkpoint: Mapping[str, Any], source: str, optim: OptimConfig, max_steps: int
-) -> None:
-    """Refuse to resume where options would silently be those of the checkpoint, or nothing is left to do.
+    checkpoint: Mapping[str, Any],
+    source: str,
+    options: RunConfig,
+    *,
+    max_steps: int,
+    words: Sequence[str],
+) -> dict[str, str]:
+    """Refuse to resume with other options than the checkpoint's, unless they are given and can change.
+
+    Args:
+        checkpoint: to resume from.
+        source: its option, for messages.
+        options: of this run.
+        max_steps: of this run.
+        words: the overrides of this run.
+
+    Returns:
+        What is given differently, by the option's name.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: naming an option that can't change or was not given, or if nothing is left to do.
     """
     step = checkpoint.get("global_step", 0)
     if 0 <= max_steps <= step:
         raise ValueError(
             f"trainer.max_steps={max_steps} is reached: {source} was saved at step {step}; raise trainer.max_steps"
         )
-    saved, own = saved_section(checkpoint, "optim") or {}, to_mapping(optim)
-    for name in _RESTORED_OPTIM:
-        if name in saved and saved[name] != own[name]:
-            raise ValueError(
-                f"optim.{name}={own[name]} has no effect when {source} is resumed, which restores {saved[name]}; "
-                f"set optim.{name}={saved[name]}, or start a new run from it with init_from"
-            )
+    given_keys = [key_of(word) for word in words]
+    changes: dict[str, str] = {}
+    for section, saved_as, config in (
+        ("model", "config", options.model),
+        ("optim", "optim", options.optim),
+        ("data", "data", options.data),
+    ):
+        saved = dict(_leaves(saved_section(checkpoint, saved_as) or {}, section))
+        for name, own in _leaves(to_mapping(config), section):
+            if name not in saved or saved[name] == own:
+                continue
+            if name in _RESTORED:
+                raise ValueError(
+                    f"{name}={own} has no effect when {source} is resumed, which restores {saved[name]}; "
+                    f"set {name}={saved[name]}, or start a new run from it with init_from"
+                )
+            if not _is_given(name, given_keys):
+                raise ValueError(
+                    f"{name}={own} is not what {source} was trained with, {saved[name]}; give {name}={saved[name]} to "
+                    f"go on as before, or {name}={own} to change it"
+                )
+            changes[name] = f"{own} instead of {saved[name]}"
+    return changes
+
+
+def _leaves(options: Mapping[Any, object], prefix: str) -> Iterator[tuple[str, object]]:
+    """Every option with its full name; lists are one value."""
+    for key, value in options.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, name)
+        else:
+            yield name, list(value) if isinstance(value, tuple | list) else value
+
+
+def _is_given(name: str, keys: Sequence[str]) -> bool:
+    """Whether one of the keys sets this option: by itself, with its section, or by an experiment."""
+    return any(key == "experiment" or f"{name}.".startswith(f"{key}.") for key in keys)

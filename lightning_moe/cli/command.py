@@ -16,52 +16,60 @@ class Command:
 
     Attributes:
         name: its word.
-        module: where its `run(arguments) -> exit code` is; imported only when it is called.
         summary: what it does, in one line.
         example: a call that works.
+        is_job: whether Hydra runs it; else `cli.<name>` has a function `run(arguments) -> exit code`.
     """
 
     name: str
-    module: str
     summary: str
     example: str
+    is_job: bool = False
 
     def run(self, arguments: Sequence[str]) -> int:
         """Do it; returns the exit code."""
-        function: Callable[[Sequence[str]], int] = import_module(self.module).run
+        # Imported only now: `--help` must not wait for Hydra, nor for torch.
+        if self.is_job:
+            from lightning_moe.cli.hydra_job import run_job
+
+            return run_job(self.name, arguments)
+        module = import_module(f"lightning_moe.cli.{self.name.replace('-', '_')}")
+        function: Callable[[Sequence[str]], int] = module.run
         return function(arguments)
 
 
 COMMANDS: Final = (
     Command(
         name="train",
-        module="lightning_moe.cli.train",
+        is_job=True,
         summary="train a model (Hydra options)",
         example="lightning-moe train experiment=tiny_cpu trainer.max_steps=100",
     ),
     Command(
         name="evaluate",
-        module="lightning_moe.cli.evaluate",
+        is_job=True,
         summary="validation loss of a checkpoint beside simple baselines (Hydra options)",
         example="lightning-moe evaluate ckpt_path=RUN/checkpoints/last.ckpt",
     ),
     Command(
         name="prepare",
-        module="lightning_moe.cli.prepare",
         summary="turn text into a token file",
         example="lightning-moe prepare 'corpus/**/*.txt' --output tokens.npy",
     ),
     Command(
         name="report",
-        module="lightning_moe.cli.report",
-        summary="write an HTML page about a run",
+        summary="write an HTML page about a run, or about several side by side",
         example="lightning-moe report RUN",
     ),
     Command(
         name="routes-diff",
-        module="lightning_moe.cli.routes_diff",
         summary="say where the routes of two runs part, and why",
         example="lightning-moe routes-diff RUN_A RUN_B",
+    ),
+    Command(
+        name="options",
+        summary="list the options of train with their defaults and what they do",
+        example="lightning-moe options model.moe.router",
     ),
 )
 

@@ -1,6 +1,7 @@
-"""Errors as a user should see them: one message, the last thing on the screen."""
+"""Errors as a user should see them: one message, at the end of what is on the screen."""
 
 import difflib
+import errno
 import logging
 import os
 import sys
@@ -16,9 +17,12 @@ from hydra.errors import InstantiationException as TargetError
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from rich.console import Console
 
+# Options of the same name elsewhere that a message lists at most.
+_MAX_HINTS: Final = 3
+
 _log: Final = logging.getLogger(__name__)
 
-# A raise statement in these files speaks to users; anywhere else an error may be a fault of the program.
+# A raise statement in these files is meant for users; anywhere else an error may be a fault of the program.
 _SPEAK_TO_USERS: Final = tuple(
     str(folder) + os.sep
     for folder in (
@@ -26,6 +30,14 @@ _SPEAK_TO_USERS: Final = tuple(
         Path(hydra.__file__).parent,
         Path(omegaconf.__file__).parent,
     )
+)
+_OF_THE_MACHINE: Final = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
 )
 _KINDS: Final = (
     ValueError,
@@ -85,6 +97,9 @@ def _root_cause(error: BaseException) -> BaseException:
 def _speaks_to_users(error: BaseException) -> bool:
     if type(error).__name__ == "MisconfigurationException":
         return True
+    # Whoever notices that a disk is full or a folder is protected, it is no fault of the program.
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        return True
     frames = list(traceback.walk_tb(error.__traceback__))
     file = frames[-1][0].f_code.co_filename if frames else ""
     return isinstance(error, _KINDS) and file.startswith(_SPEAK_TO_USERS)
@@ -95,6 +110,9 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     prefix = f"{section}." if section else ""
     if isinstance(error.parent_node, omegaconf.DictConfig) and error.parent_node == {}:
         return f"{section} is empty; add to it with a plus: +{error.full_key}=VALUE"
+    elsewhere = _named_alike(error.parent_node, name)
+    if elsewhere:
+        return f"{prefix}{name} is not an option; did you mean {' or '.join(elsewhere)}?"
     known = list(_keys(error.parent_node))
     close = difflib.get_close_matches(name, known, n=1)
     if close:
@@ -102,8 +120,31 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     return f"{prefix}{name} is not an option; choose from {', '.join(known) or 'nothing: this section is empty'}"
 
 
+def _named_alike(node: object, name: str) -> list[str]:
+    """Full names of options elsewhere that end in `name`: `max_steps` stands for `trainer.max_steps`."""
+    if not isinstance(node, omegaconf.DictConfig):
+        return []
+
+    def search(section: object, path: str) -> Iterator[str]:
+        for key in _keys(section):
+            if key == name:
+                yield f"{path}{key}"
+            yield from search(_plain_child(section, key), f"{path}{key}.")
+
+    found = [path for path in search(node._get_root(), "") if not path.startswith("hydra.")]
+    # A name that many sections have is no hint.
+    return found if len(found) <= _MAX_HINTS else []
+
+
+def _plain_child(section: object, key: str) -> object:
+    """A section by name, without resolving what only refers to another one."""
+    return section._get_node(key) if isinstance(section, omegaconf.DictConfig) else None
+
+
 def _keys(node: object) -> Iterator[str]:
-    if isinstance(node, omegaconf.DictConfig) and not node._is_none():
+    if isinstance(node, omegaconf.DictConfig) and not (
+        node._is_none() or node._is_missing() or node._is_interpolation()
+    ):
         yield from (str(key) for key in node)
 
 

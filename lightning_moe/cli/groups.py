@@ -1,4 +1,4 @@
-"""Config groups that come from the dataclasses, so that names and defaults are written once, in Python."""
+"""The options that Hydra offers: the folder `conf`, and groups that come from the dataclasses."""
 
 from pathlib import Path
 from textwrap import fill
@@ -11,10 +11,27 @@ from lightning_moe.config import PRESETS, OptimConfig, TransformerConfig, to_map
 from lightning_moe.config.data import DataConfig
 
 _PROVIDER: Final = "lightning_moe"
+_PACKAGE: Final = Path(__file__).parents[1]
+
+
+def find_conf(package: Path = _PACKAGE) -> Path:
+    """The folder `conf`: inside the installed package, or beside it in a clone.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    candidates = (package / "conf", package.parent / "conf")
+    for folder in candidates:
+        if (folder / "train.yaml").is_file():
+            return folder
+    places = " and ".join(str(folder) for folder in candidates)
+    raise FileNotFoundError(
+        f"no folder conf with a train.yaml at {places}; install lightning-moe again"
+    )
 
 
 def register_groups(command: str) -> None:
-    """Offer groups to Hydra: `model`, one option per preset, `optim` and `data`.
+    """Offer groups to Hydra: `model`, one option per preset, `optim` and `data`. Names and defaults are Python's.
 
     For `evaluate` there is `data=as_trained`, which leaves every key to the checkpoint, and no model.
     """
@@ -36,14 +53,17 @@ def _store(group: str, name: str, options: object) -> None:
     )
 
 
+def group_options(command: str, conf: Path) -> list[tuple[str, list[str]]]:
+    """The groups of a command with the names of their options."""
+    names = ["strategy", "logger"]
+    first = ("data", ["as_trained", "default"])
+    if command == "train":
+        names, first = ["experiment", "trainer", "callbacks", *names], ("model", list(PRESETS))
+    return [first, *((name, _files(conf, name)) for name in names)]
+
+
 def list_groups(command: str, conf: Path) -> str:
     """The groups of a command with their options, one a line, for its help."""
-    names = {"strategy": _files(conf, "strategy"), "logger": _files(conf, "logger")}
-    if command == "evaluate":
-        names = {"data": ["as_trained", "default"], **names}
-    else:
-        of_train = {name: _files(conf, name) for name in ("experiment", "trainer", "callbacks")}
-        names = {"model": list(PRESETS), **of_train, **names}
     return "\n".join(
         fill(
             f"{name}: {', '.join(options)}",
@@ -51,7 +71,7 @@ def list_groups(command: str, conf: Path) -> str:
             initial_indent="  ",
             subsequent_indent="    ",
         )
-        for name, options in names.items()
+        for name, options in group_options(command, conf)
     )
 
 

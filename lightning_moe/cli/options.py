@@ -1,157 +1,221 @@
-"""From Hydra's options to checked configs, and what must be refused because it would have no effect."""
+"""`lightning-moe options`: every option with its default and what it does, and completion for shells."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import difflib
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import getdoc
+from pathlib import Path
+from textwrap import indent
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
 
-from lightning_moe.config import MoEConfig, OptimConfig, TransformerConfig, from_mapping
+from lightning_moe.cli.command import COMMANDS, USAGE_ERROR
+from lightning_moe.cli.groups import find_conf, group_options
+from lightning_moe.config import OptimConfig, TransformerConfig, to_mapping
 from lightning_moe.config.data import DataConfig
+
+# The file of each group whose keys are listed; `callbacks` and `logger` list all of theirs.
+_SHOWN: Final = {"trainer": "cpu", "strategy": "expert_parallel"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """The checked sections of a training run."""
+class Option:
+    """One option.
 
-    model: TransformerConfig
-    optim: OptimConfig
-    data: DataConfig
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether any layer routes."""
-        return any(isinstance(layer.feed_forward, MoEConfig) for layer in self.model.layers)
-
-
-def read_options(config: DictConfig, overrides: Sequence[str]) -> RunConfig:
-    """Build the sections and refuse what would silently do nothing.
-
-    Args:
-        config: all options of `train`.
-        overrides: what was given on the command line.
-
-    Raises:
-        ValueError: if an option is unknown, clashes with another one, or has no effect.
-        TypeError: if a value is of the wrong type.
+    Attributes:
+        name: in full.
+        default: as it is written on the command line.
+        kind: its type or its choices; empty where only its default tells.
+        doc: what it does.
     """
-    run = RunConfig(
-        model=from_mapping(TransformerConfig, plain(config, "model"), "model"),
-        optim=from_mapping(OptimConfig, plain(config, "optim"), "optim"),
-        data=data_config(plain(config, "data")),
+
+    name: str
+    default: str
+    kind: str
+    doc: str
+
+    def __str__(self) -> str:
+        kind = f"  ({self.kind})" if self.kind else ""
+        return f"{self.name}={self.default}{kind}\n{indent(self.doc, '    ')}".rstrip()
+
+
+def run(arguments: Sequence[str]) -> int:
+    """List them; returns the exit code."""
+    given = _parser().parse_args(list(arguments))
+    options = list(all_options(find_conf()))
+    if given.completion:
+        print(completion(given.completion, options, find_conf()))
+        return 0
+    prefix = given.section
+    found = [o for o in options if not prefix or f"{o.name}.".startswith(f"{prefix}.")]
+    if not found:
+        print(_unknown(prefix, [option.name for option in options]), file=sys.stderr)
+        return USAGE_ERROR
+    print("\n".join(map(str, found)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-moe options",
+        description="List the options of `lightning-moe train`, or those of a section, with their defaults.",
+        epilog="examples: lightning-moe options model.moe.router; "
+        'eval "$(lightning-moe options --completion bash)" in ~/.bashrc completes commands and options',
+        allow_abbrev=False,
     )
-    check_vocabulary(run.data, run.model)
-    _check_experts(config, run)
-    _check_dense(run, overrides)
-    _check_length(config, run.optim)
-    if config.ckpt_path is not None and config.init_from is not None:
-        raise ValueError(
-            f"ckpt_path={config.ckpt_path} goes on with an old run and init_from={config.init_from} starts a new one; "
-            "give one of the two"
-        )
-    return run
-
-
-def plain(config: DictConfig, section: str) -> dict[str, object]:
-    """A section as plain values, interpolations resolved.
-
-    Raises:
-        TypeError: if it is no mapping.
-    """
-    values = (
-        OmegaConf.to_container(config[section], resolve=True)
-        if config[section] is not None
-        else None
+    parser.add_argument(
+        "section", nargs="?", metavar="SECTION", help="such as optim, or model.moe.router.top_k"
     )
-    if not isinstance(values, dict):
-        raise TypeError(
-            f"{section}={values!r} must be a mapping of options; choose one of the group {section}"
-        )
-    return {str(name): value for name, value in values.items()}
+    parser.add_argument(
+        "--completion", choices=("bash", "zsh"), help="print a script that completes words instead"
+    )
+    return parser
 
 
-def data_config(values: dict[str, object]) -> DataConfig:
-    """The section `data`, where one path may stand for a list of one."""
-    lists = {
-        name: [values[name]] for name in ("paths", "val_paths") if isinstance(values.get(name), str)
-    }
-    return from_mapping(DataConfig, {**values, **lists}, "data")
+def _unknown(section: str, names: Sequence[str]) -> str:
+    sections = {name.rpartition(".")[0] for name in names} | set(names)
+    close = difflib.get_close_matches(section, sorted(sections), n=1)
+    hint = f"did you mean {close[0]}?" if close else "leave it out to list all"
+    return f"lightning-moe options: there is no option {section}; {hint}"
 
 
-def check_vocabulary(data: DataConfig, model: TransformerConfig) -> None:
-    """Tokens are checked against the data's vocabulary, so it must be the model's.
+def all_options(conf: Path) -> Iterator[Option]:
+    """Every option of `train`: those of the dataclasses, then those of the files in `conf`."""
+    tiny = to_mapping(TransformerConfig.preset("tiny"))
+    yield from _of_class("model", TransformerConfig, tiny)
+    yield from _of_class("optim", OptimConfig, to_mapping(OptimConfig()))
+    yield from _of_class("data", DataConfig, to_mapping(DataConfig()))
+    for group, chosen in _SHOWN.items():
+        yield from _of_file(conf / group / f"{chosen}.yaml", group)
+    for group in ("callbacks", "logger"):
+        for path in sorted((conf / group).glob("*.yaml")):
+            yield from _of_file(path, group)
+    yield from _of_file(conf / "train.yaml", "")
 
-    Raises:
-        ValueError: if it is not.
-    """
-    if data.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"data.vocab_size={data.vocab_size} differs from model.vocab_size={model.vocab_size}; "
-            "set model.vocab_size only, data.vocab_size follows it"
-        )
+
+# ---- from the dataclasses ------------------------------------------------------------------------------------
 
 
-def _check_experts(config: DictConfig, run: RunConfig) -> None:
-    # A layer of `layer_overrides` has its experts' options from model.moe as well.
-    if run.model.moe is not None and not run.has_experts:
-        raise ValueError(
-            f"model.moe has no effect: no layer uses it (model.num_dense_layers={run.model.num_dense_layers} of "
-            f"model.num_layers={run.model.num_layers} are dense, {len(run.model.layer_overrides)} are overridden); "
-            "lower model.num_dense_layers, or set model.moe=null"
-        )
-    if run.has_experts:
-        return
-    for name, scale in (
-        ("router", run.optim.router_lr_scale),
-        ("expert", run.optim.expert_lr_scale),
-    ):
-        if scale != 1:
-            raise ValueError(
-                f"optim.{name}_lr_scale={scale} has no effect: no layer of the model has experts; unset it"
+def _of_class(prefix: str, kind: type, defaults: Mapping[Any, object]) -> Iterator[Option]:
+    hints, docs = get_type_hints(kind), attribute_docs(kind)
+    for field in fields(kind):
+        name, hint = f"{prefix}.{field.name}", hints[field.name]
+        default = defaults.get(field.name)
+        # A section may be optional.
+        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        section = next((part for part in parts if is_dataclass(part)), None)
+        if not isinstance(default, Mapping) or section is None:
+            yield Option(
+                name=name,
+                default=_written(default),
+                kind=_kind(hint),
+                doc=docs.get(field.name, ""),
             )
-    for name, callback in (config.callbacks or {}).items():
-        if callback is not None and str(callback.get("_target_", "")).endswith(
-            ".ExpertLoadMonitor"
-        ):
-            raise ValueError(
-                f"callbacks.{name} watches experts, but no layer of the model has any; choose callbacks=dense"
-            )
+        if isinstance(section, type):
+            nested = default if isinstance(default, Mapping) else {}
+            yield from _of_class(name, section, nested or _own_defaults(section))
 
 
-def _check_dense(run: RunConfig, overrides: Sequence[str]) -> None:
-    """A preset may bring a width along for those who add dense layers; a width that was asked for must be used."""
-    given = any(
-        override.lstrip("+").partition("=")[0] == "model.dense_hidden_size"
-        for override in overrides
-    )
-    width = run.model.dense_hidden_size
-    dense = [
-        layer.feed_forward
-        for layer in run.model.layers
-        if not isinstance(layer.feed_forward, MoEConfig)
-    ]
-    if given and width is not None and all(layer.hidden_size != width for layer in dense):
-        raise ValueError(
-            f"model.dense_hidden_size={width} has no effect: no layer is dense with "
-            f"model.num_dense_layers={run.model.num_dense_layers}; raise model.num_dense_layers, or unset it"
-        )
+def _own_defaults(kind: type) -> dict[str, object]:
+    """Of a section that is not set by default; its fields without a default have none to show."""
+    known = fields(kind)
+    return {field.name: field.default for field in known if _is_plain(field.default)}
 
 
-def _check_length(config: DictConfig, optim: OptimConfig) -> None:
-    trainer = config.trainer
-    max_steps, max_epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
-    if max_steps == -1 and max_epochs == -1 and trainer.get("max_time") is None:
-        raise ValueError(
-            "trainer.max_steps=-1 and trainer.max_epochs=-1 never end; set trainer.max_steps"
-        )
-    if (
-        optim.schedule == "constant"
-        or optim.unit != "steps"
-        or optim.total is not None
-        or max_steps <= 0
-    ):
-        return
-    if optim.warmup + optim.decay > max_steps:
-        raise ValueError(
-            f"optim.warmup={optim.warmup} and optim.decay={optim.decay} don't fit into "
-            f"trainer.max_steps={max_steps}; shorten them or train longer"
-        )
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """The entries of `Attributes:` in the docstring of a class, by name."""
+    _, found, block = (getdoc(kind) or "").partition("Attributes:\n")
+    docs: dict[str, list[str]] = {}
+    names: list[str] = []
+    for line in block.splitlines() if found else ():
+        if line and not line.startswith(" "):
+            break
+        head, is_entry, text = line.strip().partition(": ")
+        if is_entry and line.startswith("    ") and not line.startswith("     "):
+            names, line_text = head.split(", "), text
+        else:
+            line_text = line.strip()
+        for name in names:
+            docs.setdefault(name, []).append(line_text)
+    return {name: "\n".join(lines).strip() for name, lines in docs.items()}
+
+
+def _kind(hint: object) -> str:
+    if get_origin(hint) is Literal:
+        return " | ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " | ".join(_kind(part) for part in get_args(hint))
+    if hint is type(None):
+        return "null"
+    if get_origin(hint) is tuple:
+        parts = [_kind(part) for part in get_args(hint) if part is not Ellipsis]
+        return f"list of {parts[0]}" if parts else "list"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else "mapping"
+
+
+def _written(value: object) -> str:
+    """A value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_written, value))}]"
+    return "{}" if value == {} else str(value)
+
+
+# ---- from the files of `conf` --------------------------------------------------------------------------------
+
+
+def _of_file(path: Path, prefix: str) -> Iterator[Option]:
+    """The keys of a YAML file; the comment above a key says what it does."""
+    sections: list[str] = [prefix] if prefix else []
+    base, comment = len(sections), list[str]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        text = line.strip()
+        depth = base + (len(line) - len(line.lstrip())) // 2
+        key, is_pair, value = text.partition(":")
+        if text.startswith("#"):
+            comment.append(text.lstrip("# "))
+            continue
+        if is_pair and not text.startswith("-"):
+            sections = [*sections[:depth], key]
+            named = ".".join(sections)
+            if value.strip() and key != "_target_" and not _is_hydras(sections):
+                default = _written(yaml.safe_load(value.strip()))
+                yield Option(name=named, default=default, kind="", doc="\n".join(comment))
+        comment = []
+
+
+def _is_hydras(sections: Sequence[str]) -> bool:
+    """Hydra's own settings, but for the folder of the run."""
+    return sections[0] in ("hydra", "defaults") and sections != ["hydra", "run", "dir"]
+
+
+# ---- completion ----------------------------------------------------------------------------------------------
+
+_BASH: Final = """\
+_lightning_moe() {
+  local line="${COMP_LINE:0:$COMP_POINT}" words="@COMMANDS@"
+  local word="${line##* }"
+  [ "$COMP_CWORD" -gt 1 ] && words="@OPTIONS@"
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  # The shell has cut the word at its "=".
+  case "$word" in *=*) COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}") ;; esac
+}
+complete -o nospace -o default -F _lightning_moe lightning-moe"""
+
+
+def completion(shell: str, options: Sequence[Option], conf: Path) -> str:
+    """A script for bash or zsh that completes commands, options and the choices of groups."""
+    groups = [f"{group}={name}" for group, names in group_options("train", conf) for name in names]
+    words = [*groups, *dict.fromkeys(f"{option.name}=" for option in options)]
+    script = _BASH.replace("@COMMANDS@", " ".join(command.name for command in COMMANDS))
+    script = script.replace("@OPTIONS@", " ".join(words))
+    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"

@@ -1,6 +1,8 @@
-"""A progress bar that fits into a line and counts optimizer steps."""
+"""What a run tells as it goes: a progress bar that counts optimizer steps, and a file of metrics."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
@@ -9,8 +11,11 @@ from lightning.pytorch.callbacks.progress.rich_progress import (
     CustomTimeColumn,
     RichProgressBarTheme,
 )
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.progress import BarColumn, ProgressColumn, TextColumn
+from torch import Tensor
 
 _SHORT = {
     "train/loss": ("loss", "{:.3f}"),
@@ -90,6 +95,43 @@ class ProgressBar(RichProgressBar):
         if self.trainer.max_epochs == -1:
             return f"Epoch {current_epoch}".ljust(len(self.validation_description))
         return super()._get_train_description(current_epoch)
+
+
+class MetricsFile(CSVLogger):
+    """Lightning's `metrics.csv` with one row per step, whoever logs at that step and however often."""
+
+    def __init__(self, save_dir: str, name: str = "", version: str = "") -> None:
+        super().__init__(save_dir, name=name, version=version)
+        self._row: dict[str, float] = {}
+        self._is_saved = False
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Tensor | float], step: int | None = None) -> None:
+        """Add to the row of the step; Lightning calls `save` after each of its own calls."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        # Lightning writes the epoch as a whole number.
+        numbers |= {name: int(numbers[name]) for name in ("epoch",) if name in numbers}
+        writer = self.experiment
+        if step is not None and self._row.get("step") == step:
+            if self._is_saved:
+                _remove_last_line(Path(writer.metrics_file_path))
+            else:
+                writer.metrics.pop()
+            numbers = {**self._row, **numbers}
+        writer.log_metrics(numbers, step)
+        self._row, self._is_saved = dict(writer.metrics[-1]), False
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what was logged since the last call."""
+        super().save()
+        self._is_saved = True
+
+
+def _remove_last_line(path: Path) -> None:
+    text = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(text.rstrip(b"\r\n").rfind(b"\n") + 1)
 
 
 def _shorten(

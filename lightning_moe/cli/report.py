@@ -1,8 +1,13 @@
 """`lightning-moe report`: the folder of a run or a sweep in, one HTML page out."""
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from lightning_moe.cli.errors import show_error
 from lightning_moe.files import atomic_write
@@ -40,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
 def _report(folder: Path, output: Path | None) -> None:
     # Not needed for `--help`.
     from lightning_moe import report
-    from lightning_moe.cli.sweep_plan import planned_jobs
 
     path = output or folder / "report.html"
     if not report.is_sweep(folder):
@@ -61,3 +65,40 @@ def _write(path: Path, text: str) -> None:
             f"{path} can't be written: {error.strerror}; choose another file with --output"
         ) from error
     print(f"{path}: {len(text) / 1024:,.0f} KiB")
+
+
+def planned_jobs(folder: Path) -> list[list[str]]:
+    """The overrides of every job of the sweep in `folder`, in order.
+
+    Empty where that can't be known beforehand: another sweeper than Hydra's basic one chooses as it goes, and `glob`
+    needs the configs of that day.
+    """
+    try:
+        plan = yaml.safe_load((folder / "multirun.yaml").read_text(encoding="utf-8"))
+        hydra: Mapping[str, Mapping[str, object]] = plan["hydra"]
+        sweeper, task = hydra["sweeper"], hydra["overrides"]["task"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return []
+    params = sweeper.get("params") or {}
+    if not str(sweeper.get("_target_")).endswith(".BasicSweeper"):
+        return []
+    assert isinstance(params, Mapping)
+    assert isinstance(task, list)
+    try:
+        return _product([*(f"{key}={value}" for key, value in params.items()), *task])
+    except HydraException:
+        return []
+
+
+def _product(words: list[str]) -> list[list[str]]:
+    """As the basic sweeper has it: the last word about a key counts, and later keys vary fastest."""
+    choices: dict[str, list[str]] = {}
+    for override in OverridesParser.create().parse_overrides(words):
+        key = override.get_key_element()
+        values = (
+            override.sweep_string_iterator()
+            if override.is_sweep_override()
+            else [override.get_value_element_as_str()]
+        )
+        choices[key] = [f"{key}={value}" for value in values]
+    return [list(job) for job in itertools.product(*choices.values())]

@@ -35,12 +35,14 @@ def announce_compiling(backend: str) -> None:
         )
 
 
-def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: int | float) -> None:
+def print_scores(
+    data: TokenDataModule, cross_entropy: float | None, limit_batches: int | float
+) -> None:
     """Print the model's validation loss beside those of two byte models.
 
     Args:
         data: what was validated on.
-        cross_entropy: mean over the validation tokens, in nats.
+        cross_entropy: mean over the validation tokens, in nats; None if there was no validation.
         limit_batches: the Trainer's `limit_val_batches`: an integer counts batches, a float is a share. Named if it
             may have left tokens out.
     """
@@ -49,7 +51,9 @@ def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: int
     table.add_column("")
     table.add_column("bits per byte", justify="right")
     table.add_column("nats per token", justify="right")
-    if bytes_per_token:
+    if cross_entropy is None:
+        table.add_row("model", "-", "no validation")
+    elif bytes_per_token:
         table.add_row(
             "model", f"{cross_entropy / math.log(2) / bytes_per_token:.4f}", f"{cross_entropy:.4f}"
         )
@@ -64,7 +68,7 @@ def print_scores(data: TokenDataModule, cross_entropy: float, limit_batches: int
     else:
         table.caption = "no byte baselines: the tokens are not known to be bytes"
     # 1 is one batch, 1.0 is all of them.
-    if isinstance(limit_batches, int) or limit_batches != 1:
+    if cross_entropy is not None and (isinstance(limit_batches, int) or limit_batches != 1):
         table.caption = f"the model saw a part only: trainer.limit_val_batches={limit_batches}"
     Console().print(table)
 

@@ -107,7 +107,7 @@ def _job(folder: Path, options: dict[str, str]) -> Job:
 
 
 def _waiting_job(name: str, options: dict[str, str]) -> Job:
-    reason = "it has not started; a sweep ends with the first job that fails, and runs no later one"
+    reason = "it has not started: the sweep goes on, or was stopped"
     return _without_run(name, options, reason)
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lightning_moe import MoEModule, TokenBatch, TransformerConfig
 from lightning_moe.callbacks import ExpertLoadMonitor
-from lightning_moe.cli.memory import keep_freed_memory
+from lightning_moe.cli.process import keep_freed_memory
 from lightning_moe.config import BalanceScope
 from tests.kit.rank_runs import fit, parallel
 from tests.kit.ranks import run_ranks

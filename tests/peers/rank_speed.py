@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_moe.cli.memory import keep_freed_memory
+from lightning_moe.cli.process import keep_freed_memory
 from lightning_moe.config import AttentionConfig, MoEConfig, RouterConfig, TransformerConfig
 from lightning_moe.nn import MoETransformer
 from lightning_moe.ops.cross_entropy import chunked_cross_entropy

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_moe.cli.memory import keep_freed_memory
+from lightning_moe.cli.process import keep_freed_memory
 from lightning_moe.config import Recompute
 from lightning_moe.nn import MoETransformer
 from tests.kit.memory import LiveBytes, kept_bytes

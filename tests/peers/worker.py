@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 import torch
 
-from lightning_moe.cli.memory import keep_freed_memory
+from lightning_moe.cli.process import keep_freed_memory
 from tests.parity import hf
 from tests.peers.contestants import Contestant, Kind, Shape, Work, build
 

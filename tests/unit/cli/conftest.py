@@ -6,8 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_moe.cli.conf_folder import find_conf
-from lightning_moe.cli.groups import register_groups
+from lightning_moe.cli.groups import find_conf, register_groups
 
 Compose = Callable[..., DictConfig]
 

@@ -7,9 +7,26 @@ import pytest
 import torch
 
 from lightning_moe.cli.checkpoints import check_fits, check_resumable, read_checkpoint
-from lightning_moe.config import OptimConfig, to_mapping
+from lightning_moe.cli.run_config import RunConfig
+from lightning_moe.config import OptimConfig, TransformerConfig, to_mapping
+from lightning_moe.config.data import DataConfig
 
-SAVED = {"global_step": 7, "hyper_parameters": {"optim": to_mapping(OptimConfig(lr=0.5))}}
+SAVED = {
+    "global_step": 7,
+    "hyper_parameters": {
+        "config": to_mapping(TransformerConfig.preset("tiny")),
+        "optim": to_mapping(OptimConfig(lr=0.5)),
+    },
+}
+
+
+def _resume(max_steps: int = 8, words: tuple[str, ...] = (), **optim: object) -> dict[str, str]:
+    options = RunConfig(
+        model=TransformerConfig.preset("tiny"),
+        optim=OptimConfig(**{"lr": 0.5} | optim),
+        data=DataConfig(),
+    )
+    return check_resumable(SAVED, "ckpt_path=x", options, max_steps=max_steps, words=words)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 900])
@@ -33,17 +50,31 @@ def test_a_resume_that_would_do_nothing_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"trainer\.max_steps=7 is reached: ckpt_path=x was saved at step 7"
     ):
-        check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5), max_steps=7)
-    check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5), max_steps=8)
-    check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5), max_steps=-1)
+        _resume(max_steps=7)
+    assert _resume(max_steps=8) == _resume(max_steps=-1) == {}
 
 
 def test_a_learning_rate_that_the_checkpoint_overrides_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"optim\.lr=0\.25 has no effect when ckpt_path=x is resumed.* 0\.5"
     ):
-        check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.25), max_steps=8)
-    check_resumable(SAVED, "ckpt_path=x", OptimConfig(lr=0.5, schedule="cosine"), max_steps=8)
+        _resume(lr=0.25, words=("optim.lr=0.25",))
+
+
+def test_an_option_that_was_not_given_again_is_refused_if_it_would_change() -> None:
+    message = (
+        r"optim\.schedule=cosine is not what ckpt_path=x was trained with, constant; give "
+        r"optim\.schedule=constant to go on as before, or optim\.schedule=cosine to change it"
+    )
+    for words in ((), ("optim.warmup=3", "model=tiny")):
+        with pytest.raises(ValueError, match=message):
+            _resume(schedule="cosine", words=words)
+
+
+@pytest.mark.parametrize("word", ["optim.schedule=cosine", "+optim={a: 1}", "experiment=x"])
+def test_what_is_given_differently_is_told(word: str) -> None:
+    changes = _resume(schedule="cosine", words=(word,))
+    assert changes == {"optim.schedule": "cosine instead of constant"}
 
 
 class _Linear(L.LightningModule):

@@ -10,7 +10,7 @@ import pytest
 from lightning_moe import __version__
 from lightning_moe.cli import main
 from lightning_moe.cli.command import COMMANDS
-from lightning_moe.cli.memory import keep_freed_memory
+from lightning_moe.cli.process import keep_freed_memory
 
 
 def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,17 +53,34 @@ def test_help_of_a_hydra_command_shows_groups_and_examples(
     assert f"\n  lightning-moe {command} " in text
 
 
-def test_help_needs_no_torch() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["prepare", "--help"],
+        ["options"],
+        # So does what options alone show to be wrong.
+        ["train", "optim.lr=-1"],
+        ["train", "data.batch_size=0", "trainer.max_steps=5"],
+        ["train", "ckpt_path=none.ckpt"],
+    ],
+)
+def test_help_and_wrong_values_need_no_torch(tmp_path: Path, words: list[str]) -> None:
     code = (
         "import sys; from lightning_moe.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
     )
-    for words in (["--help"], ["train", "--help"], ["prepare", "--help"]):
-        subprocess.run(
-            [sys.executable, "-c", code, *words], check=True, capture_output=True, timeout=60
-        )
+    subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,6 +99,18 @@ def test_help_needs_no_torch() -> None:
             ["+model.layer_overrides.3={recompute: block}", "optim.lr=-1"],
             "error: optim.lr=-1.0 must be",
         ),
+        (["max_steps=5"], "error: max_steps is not an option; did you mean trainer.max_steps?"),
+        (
+            ["optim.top_k=1"],
+            "error: optim.top_k is not an option; did you mean model.moe.router.top_k",
+        ),
+        (["seed=-1"], "error: seed=-1 must be a whole number from 0 to 4294967295"),
+        (
+            ["trainer.accumulate_grad_batches=0"],
+            "error: trainer.accumulate_grad_batches=0 must be at least 1",
+        ),
+        (["+trainer.logger=false"], "error: trainer.logger=False has no effect; use the group"),
+        (["~trainer"], "error: trainer=None must be a group of options"),
         (["model=tinny"], "error: In 'train': Could not find 'model/tinny'"),
         (["optim.lr=-1"], "error: optim.lr=-1.0 must be finite and at least 0"),
         (

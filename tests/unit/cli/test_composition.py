@@ -10,9 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_moe import StaticDispatch
-from lightning_moe.cli.conf_folder import find_conf
-from lightning_moe.cli.groups import list_groups, register_groups
-from lightning_moe.cli.options import read_options
+from lightning_moe.cli.groups import find_conf, list_groups, register_groups
+from lightning_moe.cli.run_config import read_options
 from lightning_moe.config import PRESETS, BalanceScope, OptimConfig, TransformerConfig
 from lightning_moe.config.data import DataConfig
 from tests.unit.cli.conftest import Compose

@@ -1,63 +1,73 @@
-"""What would silently do nothing is refused, by name."""
+"""The list of options is complete, and shells complete from it."""
 
-from dataclasses import replace
+import subprocess
 
 import pytest
+from omegaconf import OmegaConf
 
-from lightning_moe.cli.options import read_options
+from lightning_moe.cli import main
+from lightning_moe.cli.groups import find_conf
+from lightning_moe.cli.options import all_options
 from tests.unit.cli.conftest import Compose
 
-NO_EXPERTS = ("model.moe=null", "callbacks=dense")
+
+def test_every_option_that_hydra_knows_is_listed_with_what_it_does(compose_train: Compose) -> None:
+    config = compose_train("strategy=expert_parallel", "callbacks=[default,ema,early_stopping]")
+    listed = {option.name: option for option in all_options(find_conf())}
+    known = set(_leaves(OmegaConf.to_container(config), ""))
+    assert {name for name in known if name not in listed} == set()
+    assert [name for name, option in listed.items() if not option.doc] == []
+    # Those of sections that are not set by default, too.
+    assert "model.moe.latent.latent_dim" in listed
+
+
+def _leaves(node: object, name: str) -> list[str]:
+    if isinstance(node, dict) and node:
+        inner = ((key, value) for key, value in node.items() if key != "_target_")
+        return [
+            leaf for key, value in inner for leaf in _leaves(value, f"{name}.{key}".lstrip("."))
+        ]
+    return [name]
+
+
+def test_a_section_shows_default_choices_and_documentation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["options", "model.moe.router"]) == 0
+    text = capsys.readouterr().out
+    assert "model.moe.router.top_k=2  (int)\n    experts per token" in text
+    assert "gating_function=softmax  (softmax | topk_softmax | sigmoid)" in text
+    assert "optim." not in text
+    assert main(["options", "trainer.max_steps"]) == 0
+    assert capsys.readouterr().out == "trainer.max_steps=1000\n    Optimizer steps.\n"
+
+
+def test_an_unknown_section_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["options", "model.moe.ruoter"]) == 2
+    assert "did you mean model.moe.router?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("line", "expected"),
     [
-        (["+model.typo=1"], r"model\.typo is not an option"),
-        (["+model.moe.router.bias_gama=1"], r"did you mean model\.moe\.router\.bias_gamma\?"),
-        (["data.vocab_size=300"], r"data\.vocab_size=300 differs from model\.vocab_size=264"),
-        (["model.num_dense_layers=4"], r"model\.moe has no effect: no layer uses it"),
-        (["model.moe=null"], r"callbacks\.expert_load watches experts"),
-        ([*NO_EXPERTS, "optim.router_lr_scale=2"], r"optim\.router_lr_scale=2\.0 has no effect"),
-        (
-            ["model.num_dense_layers=0", "model.dense_hidden_size=8"],
-            r"model\.dense_hidden_size=8 has no effect",
-        ),
-        (["ckpt_path=a", "init_from=b"], "give one of the two"),
-        (["trainer.max_steps=-1"], "never end"),
-        (
-            ["optim.schedule=wsd", "optim.decay=9", "trainer.max_steps=8"],
-            r"don't fit into trainer\.max_steps=8",
-        ),
-        (["optim.min_lr_ratio=0.1"], r"optim\.min_lr_ratio=0\.1 has no effect"),
+        ("lightning-moe ev", ["evaluate"]),
+        ("lightning-moe train optim.warm", ["optim.warmup="]),
+        # bash takes "=" for the end of a word.
+        ("lightning-moe train experiment=tiny_e", ["tiny_ep2_cpu"]),
     ],
 )
-def test_refused(compose_train: Compose, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_options(compose_train(*overrides), overrides)
+def test_bash_completes_commands_options_and_choices(
+    capsys: pytest.CaptureFixture[str], line: str, expected: list[str]
+) -> None:
+    assert main(["options", "--completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    cword = len(line.split()) - 1
+    ask = f'COMP_LINE="{line}"; COMP_POINT={len(line)}; COMP_CWORD={cword}; _lightning_moe'
+    command = ["bash", "-c", f'{script}\n{ask}; printf "%s\\n" "${{COMPREPLY[@]}}"']
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == expected
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        NO_EXPERTS,
-        ("model.num_dense_layers=0",),
-        # Its one MoE layer differs from model.moe, and has the rest of its options from there.
-        ("model.num_dense_layers=3", "+model.layer_overrides.3.moe.router.top_k=1"),
-        ("model.num_dense_layers=2", "model.dense_hidden_size=8"),
-        ("optim.schedule=wsd", "optim.decay=8", "trainer.max_steps=8"),
-    ],
-)
-def test_accepted(compose_train: Compose, overrides: tuple[str, ...]) -> None:
-    read_options(compose_train(*overrides), overrides)
-
-
-def test_one_option_of_one_layer_leaves_the_others_as_they_are(compose_train: Compose) -> None:
-    overrides = ("model.num_dense_layers=0", "+model.layer_overrides.1.moe.router.bias_gamma=0.25")
-    plain, other = (
-        read_options(compose_train(*words), words).model for words in (overrides[:1], overrides)
-    )
-    assert plain.moe.num_experts > 1
-    router = replace(plain.moe.router, bias_gamma=0.25)
-    assert other.layers[1].feed_forward == replace(plain.moe, router=router)
-    assert other.layers[0] == plain.layers[0]
+def test_zsh_takes_the_same_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["options", "--completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("autoload -U +X bashcompinit")

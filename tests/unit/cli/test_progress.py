@@ -1,5 +1,6 @@
 """What the progress bar counts: optimizer steps of the whole run."""
 
+import csv
 import math
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_moe.cli.progress import ProgressBar
+from lightning_moe.cli.progress import MetricsFile, ProgressBar
 
 
 class _Counts(L.Callback):
@@ -75,3 +76,23 @@ def test_what_ends_first_is_the_total(max_steps: int, batches: float, total: flo
     )
     trainer.fit_loop.max_batches = batches
     assert bar.total_train_batches == total
+
+
+def test_a_step_is_one_row_however_often_it_is_logged(tmp_path: Path) -> None:
+    logger = MetricsFile(str(tmp_path))
+    # The monitor's values, the step's own, and a validation after both are on disk.
+    logger.log_metrics({"load": 1.5}, step=3)
+    for step, metrics in (
+        (3, {"loss": torch.tensor(2.0), "epoch": 0}),
+        (3, {"val": 4.0, "epoch": 0}),
+        (7, {"loss": 1.0, "epoch": 1}),
+    ):
+        logger.log_metrics(metrics, step=step)
+        logger.save()
+    logger.finalize("success")
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"epoch": "0", "load": "1.5", "loss": "2.0", "step": "3", "val": "4.0"},
+        {"epoch": "1", "load": "", "loss": "1.0", "step": "7", "val": ""},
+    ]

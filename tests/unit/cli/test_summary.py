@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_moe.cli import main, training
+from lightning_moe.cli import main, train
 from lightning_moe.cli.summary import print_scores
 from lightning_moe.data import TokenDataModule
 
@@ -31,7 +31,7 @@ def test_compiling_is_announced_before_the_fit(
 
     (tmp_path / "a.txt").write_text("the quick brown fox " * 40)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "_fit", stop)
+    monkeypatch.setattr(train, "_fit", stop)
     small = ("data.paths=[a.txt]", "data.sequence_length=16", "data.val_fraction=0.5")
     for backend, is_told in (("aot_eager", True), ("none", False)):
         assert main(["train", *small, "model.num_layers=2", f"model.compile={backend}"]) == 130

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_moe.cli import main
-from lightning_moe.cli.sweep_plan import planned_jobs
+from lightning_moe.cli.report import planned_jobs
 from lightning_moe.report import is_sweep, read_sweep, sweep_page
 from tests.kit.run_folder import make_run
 
@@ -138,7 +138,7 @@ def test_jobs_that_a_sweep_never_came_to_are_named(
     assert rows[4]["steps"] == ""
     html = (sweep / "report.html").read_text()
     assert "6 jobs in" in html
-    assert "job 5: it has not started; a sweep ends with the first job that fails" in html
+    assert "job 5: it has not started: the sweep goes on, or was stopped" in html
 
 
 @pytest.mark.parametrize(
