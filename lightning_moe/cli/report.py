@@ -1,4 +1,4 @@
-"""`lightning-moe report`: the folder of a run or a sweep in, one HTML page out."""
+"""`lightning-moe report`: the folder of a run or a sweep in, or several of runs, one HTML page out."""
 
 import argparse
 import itertools
@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     """Write the page; returns the exit code."""
     options = _parser().parse_args(list(arguments))
     try:
-        _report(options.folder, options.output)
+        _report(options.folders, options.output)
     except Exception as error:
         show_error(error)
         return 1
@@ -29,23 +29,36 @@ def _parser() -> argparse.ArgumentParser:
         prog="lightning-moe report",
         description="Write one HTML page about a run of `lightning-moe train`, finished or not: losses, balance, "
         "load of every expert and rank, dropped routes, throughput; or about all runs of a sweep, with their "
-        "table beside it as sweep.csv. The page needs no network and no other file.",
+        "table beside it as sweep.csv; or about several runs side by side. The page needs no network and no other "
+        "file.",
         epilog="example: lightning-moe report runs/tiny_cpu/2026-01-31_12-00-00",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a run folder, or that of a sweep (`train -m`)"
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="a run folder, or that of a sweep (`train -m`); several run folders are compared",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page (default: FOLDER/report.html)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: FOLDER/report.html; of several runs comparison.html)",
     )
     return parser
 
 
-def _report(folder: Path, output: Path | None) -> None:
+def _report(folders: Sequence[Path], output: Path | None) -> None:
     # Not needed for `--help`.
     from lightning_moe import report
 
+    if len(folders) > 1:
+        runs = report.read_runs(folders)
+        _write(output or Path("comparison.html"), report.comparison_page(runs))
+        return
+    (folder,) = folders
     path = output or folder / "report.html"
     if not report.is_sweep(folder):
         _write(path, report.run_page(report.read_run(folder)))

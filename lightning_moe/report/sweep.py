@@ -1,9 +1,9 @@
-"""Reads the folder of a Hydra multirun: one job per folder, told apart by the options that vary."""
+"""Reads several runs: the jobs of a Hydra multirun, or run folders; only options that vary are kept."""
 
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,11 +32,11 @@ RESULTS: Final[dict[str, Callable[[Run], float]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One run of a sweep.
+    """One of several runs.
 
     Attributes:
-        name: of its folder, Hydra's job number.
-        options: the overrides that differ between jobs, by key.
+        name: Hydra's job number, or the run folder.
+        options: those that differ between the runs, by key.
         results: one number per entry of `RESULTS`; all NaN where nothing could be read.
         run: None where nothing could be read.
         problem: why nothing could be read, or why there is no number of a training step.
@@ -52,6 +52,49 @@ class Job:
 def is_sweep(folder: Path) -> bool:
     """Whether Hydra ran several jobs into this folder."""
     return (folder / "multirun.yaml").is_file()
+
+
+def read_runs(folders: Sequence[Path]) -> list[Job]:
+    """Run folders, in this order, with the values of `config.yaml` that differ between them.
+
+    Paths below a run's own folder always differ, and are left out.
+
+    Raises:
+        FileNotFoundError: if a folder or its `metrics.csv` is missing.
+        ValueError: if a folder is given twice, or a file is damaged.
+    """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"a run is compared with itself: {', '.join(map(str, folders))}")
+    runs = [read_run(folder) for folder in folders]
+    options = [dict(_leaves(run.options, run.folder.resolve())) for run in runs]
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [
+        Job(name=name, options=varied, results=_results(run), run=run, problem=run.silence)
+        for name, varied, run in zip(names, _varied(options), runs, strict=True)
+    ]
+
+
+def _leaves(
+    node: Mapping[str, object], folder: Path, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, folder, f"{prefix}{key}.")
+        elif str(folder) not in str(value):
+            yield f"{prefix}{key}", str(value)
+
+
+def _varied(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Of each run, the options that are not equal in all; empty text where it has none of that name."""
+    keys = dict.fromkeys(key for given in options for key in given)
+    varied = [key for key in keys if len({given.get(key) for given in options}) > 1]
+    return [{key: given.get(key, "") for key in varied} for given in options]
+
+
+def _results(run: Run) -> dict[str, float]:
+    return {name: result(run) for name, result in RESULTS.items()}
 
 
 def read_sweep(folder: Path, planned: Sequence[Sequence[str]] = ()) -> list[Job]:
@@ -76,10 +119,7 @@ def read_sweep(folder: Path, planned: Sequence[Sequence[str]] = ()) -> list[Job]
         for number, words in enumerate(planned)
         if (given := _by_key(words)) not in started
     }
-    overrides = [*started, *waiting.values()]
-    keys = dict.fromkeys(key for given in overrides for key in given)
-    varied = [key for key in keys if len({given.get(key) for given in overrides}) > 1]
-    options = [{key: given.get(key, "") for key in varied} for given in overrides]
+    options = _varied([*started, *waiting.values()])
     return [
         *map(_job, folders, options),
         *map(_waiting_job, waiting, options[len(started) :]),
@@ -102,8 +142,9 @@ def _job(folder: Path, options: dict[str, str]) -> Job:
         run = read_run(folder)
     except (OSError, ValueError) as error:
         return _without_run(folder.name, options, str(error))
-    results = {name: result(run) for name, result in RESULTS.items()}
-    return Job(name=folder.name, options=options, results=results, run=run, problem=run.silence)
+    return Job(
+        name=folder.name, options=options, results=_results(run), run=run, problem=run.silence
+    )
 
 
 def _waiting_job(name: str, options: dict[str, str]) -> Job:

@@ -1,7 +1,10 @@
-"""The page about a sweep: which options pay."""
+"""The pages about several runs: a sweep, or runs side by side."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -17,23 +20,37 @@ QUALITY, LOAD = "validation cross-entropy", "busiest expert / mean"
 def sweep_page(folder: Path, jobs: list[Job]) -> str:
     """The page about all `jobs` of the sweep in `folder`, a whole HTML document."""
     title = f"Sweep - {folder.resolve().name}"
-    sections = [_jobs(jobs), _options(jobs), _trade(jobs), _curves(jobs)]
+    about = f"The runs with the lowest validation loss, {NUM_COLOURS} at most."
+    best = [replace(job, name=f"job {job.name}") for job in _best(jobs)]
+    sections = [
+        _jobs(jobs, "job", " The same table is in sweep.csv."),
+        _options(jobs),
+        _trade(jobs),
+        _curves(best, _CURVES[:2], about),
+    ]
     return page(title, f"{len(jobs)} jobs in {folder.resolve()}", sections)
 
 
-def _jobs(jobs: list[Job]) -> Section:
+def comparison_page(runs: list[Job]) -> str:
+    """The page about run folders side by side, a whole HTML document."""
+    names = " and ".join(run.name for run in runs)
+    sections = [_jobs(runs, "run"), _curves(runs, _CURVES, "All runs on the same axes.")]
+    return page(f"Comparison - {names}", f"{len(runs)} runs side by side", sections)
+
+
+def _jobs(jobs: list[Job], kind: str, also: str = "") -> Section:
     names = _short_names(list(jobs[0].options)).values()
     rows = [
         [job.name, *job.options.values(), *(short(value) for value in job.results.values())]
         for job in jobs
     ]
-    problems = "".join(warning(f"job {job.name}: {job.problem}") for job in jobs if job.problem)
+    problems = "".join(warning(f"{kind} {job.name}: {job.problem}") for job in jobs if job.problem)
     return Section(
         name="runs",
         title="Runs",
-        about="At the end of each run: validation as last measured, everything else as the median of the second half. "
-        "The same table is in sweep.csv.",
-        content=problems + table(["job", *names, *RESULTS], rows),
+        about="At the end of each run: validation as last measured, everything else as the median of the second half."
+        + also,
+        content=problems + table([kind, *names, *RESULTS], rows),
         absent="",
     )
 
@@ -81,28 +98,38 @@ def _trade(jobs: list[Job]) -> Section:
     )
 
 
-def _curves(jobs: list[Job]) -> Section:
+_CURVES: Final = (
+    ("Validation cross-entropy", "val/ce", "nats per token"),
+    ("Busiest expert over the mean", "train/load_max_over_mean", "max / mean"),
+    ("Training cross-entropy", "train/ce", "nats per token"),
+    ("Balance loss, mean of the layers", "train/balance_loss", "1 = even"),
+    ("Gradient norm before clipping", "train/grad_norm", "2-norm"),
+    ("Tokens per second", "train/tokens_per_second", "tokens / s"),
+)
+
+
+def _best(jobs: list[Job]) -> list[Job]:
     known = [job for job in jobs if math.isfinite(job.results[QUALITY])]
-    best = sorted(known, key=lambda job: job.results[QUALITY])[:NUM_COLOURS]
+    return sorted(known, key=lambda job: job.results[QUALITY])[:NUM_COLOURS]
+
+
+def _curves(jobs: list[Job], curves: Sequence[tuple[str, str, str]], about: str) -> Section:
     parts = [
         line_chart(title, lines, y_label=label)
-        for title, column, label in (
-            ("Validation cross-entropy", "val/ce", "nats per token"),
-            ("Busiest expert over the mean", "train/load_max_over_mean", "max / mean"),
-        )
-        if any(map(len, (lines := _lines(best, column)).values()))
+        for title, column, label in curves
+        if any(map(len, (lines := _lines(jobs, column)).values()))
     ]
     return Section(
         name="curves",
         title="Over time",
-        about=f"The runs with the lowest validation loss, {NUM_COLOURS} at most.",
+        about=about,
         content=charts(*parts) if parts else "",
-        absent="no validation was logged yet.",
+        absent="nothing was logged yet.",
     )
 
 
 def _lines(jobs: list[Job], column: str) -> dict[str, Series]:
-    return {f"job {job.name}": job.run.series(column) for job in jobs if job.run is not None}
+    return {job.name: job.run.series(column) for job in jobs if job.run is not None}
 
 
 def _short_names(keys: list[str]) -> dict[str, str]:

@@ -117,6 +117,28 @@ def test_a_page_that_cannot_be_written_is_an_error_in_one_line(
     assert list(sweep.glob(".a folder*")) == []
 
 
+def test_runs_are_compared_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, lr, loss in (("A", 0.1, 2.5), ("B", 0.2, 3.5)):
+        config = f"optim: {{lr: {lr}, eps: 1}}\ntrainer: {{default_root_dir: {tmp_path / name}}}\n"
+        metrics = f"epoch,step,train/grad_norm,val/ce\n0,7,1.5,{loss}\n"
+        make_run(tmp_path / name, metrics=metrics, config=config, history=None)
+    assert main(["report", "A", "B"]) == 0
+    assert "comparison.html: " in capsys.readouterr().out
+    html = (tmp_path / "comparison.html").read_text()
+    # What is equal in both, and their own folders, are no difference.
+    assert '<th scope="col">run</th><th scope="col">lr</th><th scope="col">steps</th>' in html
+    assert "<td>A</td><td>0.1</td><td>8</td><td>2.5</td>" in html
+    assert 'aria-label="Validation cross-entropy. A: 2.5 to 2.5; B: 3.5 to 3.5"' in html
+    assert "Gradient norm before clipping. A: 1.5 to 1.5; B: 1.5 to 1.5" in html
+    assert main(["report", "A", "A"]) == 1
+    assert "a run is compared with itself: A, A" in capsys.readouterr().err
+    assert main(["report", "A", "C", "--output", "page.html"]) == 1
+    assert "C is not a folder" in capsys.readouterr().err
+
+
 PLAN = """hydra:
   sweeper: {_target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper, params: {seed: '0,1'}}
   overrides:
