@@ -1,4 +1,4 @@
-"""Balancing without a loss: the router's selection bias follows the load."""
+"""Balances experts without a loss: moves the router's selection bias against the load."""
 
 import lightning as L
 import torch
@@ -40,7 +40,7 @@ class RouterBiasCorrection(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Update, unless this step's counts have been used: by a second optimizer, or an earlier closure call."""
+        """Move the bias, unless these counts were used already, by a second optimizer or an earlier closure call."""
         statistics = step_statistics(pl_module, self._layers, "RouterBiasCorrection")
         if statistics is self._applied or trainer.global_step == self._applied_at:
             return

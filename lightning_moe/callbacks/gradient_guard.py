@@ -1,4 +1,4 @@
-"""Steps with NaN or infinite gradients change nothing, are counted, and end training when they don't stop."""
+"""Skips and counts steps with NaN or infinite gradients, and ends training after too many in a row."""
 
 from typing import Any
 
@@ -67,16 +67,16 @@ class NonFiniteGuard(L.Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of skipped steps."""
+        """Numbers of skipped steps: in all, and in a row."""
         return {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the count."""
+        """Go on from saved numbers."""
         self.num_skipped, self._in_a_row = state_dict["num_skipped"], state_dict["in_a_row"]
 
 
 def _non_finite(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
-    """Names of such weights; of a weight that isn't there, this rank's part of its master tells."""
+    """Names of weights that are not finite; of a released weight, this rank's part of its master is looked at."""
     sharded = getattr(trainer.strategy, "sharded", None)
     return [
         name
@@ -92,7 +92,7 @@ def _non_finite(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
 
 
 def gradient_norm(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> Tensor:
-    """2-norm of all gradients, equal on all ranks, which must take the same decision by it."""
+    """2-norm of all gradients, equal on all ranks, so that all of them skip a step or none does."""
     # A rank of `ExpertParallelStrategy` holds a part of the gradients; elsewhere all ranks hold all of them.
     over_ranks = getattr(trainer.strategy, "gradient_norm", None)
     if over_ranks is not None:

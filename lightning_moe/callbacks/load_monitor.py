@@ -33,7 +33,7 @@ from lightning_moe.strategy import ExpertParallelStrategy
 
 
 class ExpertLoadMonitor(L.Callback):
-    """Logs how tokens are shared out, keeps a history of it, and warns of token gerrymandering.
+    """Logs how tokens are spread over experts, keeps a history of it, and warns of token gerrymandering.
 
     Logged at every step: `train/load_max_over_mean`, the busiest expert over the mean in the worst layer (1 is even, E
     is everything on one expert), from that step's counts over all micro-batches and ranks. Logged every
@@ -58,7 +58,7 @@ class ExpertLoadMonitor(L.Callback):
     Args:
         every_n_steps: None takes the trainer's `log_every_n_steps`.
         recent_steps: the picture of the experts shows at least so many last steps.
-        alarm: warn, once per episode, when the balance loss is content with a bad load.
+        alarm: warn, once per episode, when the balance loss is low although the load is bad.
         write_files: off, nothing is written or drawn.
 
     Raises:
@@ -98,7 +98,7 @@ class ExpertLoadMonitor(L.Callback):
         self._trace = TraceSwitch(self._layers)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen to the layers' records; go on with the history of a resumed run."""
+        """Observe the routing records; go on with the history of a resumed run."""
         self._watch = GerrymanderingAlarm(len(self._layers))
         # The Trainer's logger connector gives it that attribute; 0 turns the loggers off.
         self._log_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -123,14 +123,14 @@ class ExpertLoadMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Ask the routers for margins in the steps that end an entry."""
+        """Switch tracing on in the steps that end an entry, for margins."""
         if self._steps_left == 1:
             self._trace.on()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Count this step, unless it was: by a second optimizer, or an earlier call of the closure."""
+        """Count this step, unless it was counted, by a second optimizer or an earlier call of the closure."""
         statistics = step_statistics(pl_module, self._layers, "ExpertLoadMonitor")
         assert self._sums is not None
         is_new = statistics is not self._counted and trainer.global_step != self._counted_at
@@ -161,7 +161,7 @@ class ExpertLoadMonitor(L.Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Margins are not asked for any longer."""
+        """Switch tracing off."""
         self._trace.off()
 
     def _end_entry(self, trainer: L.Trainer, step: int) -> RoutingHistory:
@@ -238,13 +238,13 @@ class ExpertLoadMonitor(L.Callback):
     # ---- files -----------------------------------------------------------------------------------------------
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A run that is killed leaves its history up to here."""
+        """Write the history, in case the run is killed later."""
         if not trainer.sanity_checking:
             with not_fatal(f"ExpertLoadMonitor: writing to {_folder(trainer)}"):
                 self._write(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last steps may be fewer than an entry has."""
+        """End the last entry, which may have fewer steps than others."""
         if self._num_steps:
             self._end_entry(trainer, trainer.global_step - 1)
 
@@ -255,13 +255,13 @@ class ExpertLoadMonitor(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """What was seen so far may say why."""
+        """Write what was counted before the error, and stop observing."""
         self._trace.off()
         self._finish(trainer)
         self._forget(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop listening; nothing of this run goes into the next one."""
+        """Stop observing, and drop the entries of this run."""
         self._forget(pl_module)
 
     def _forget(self, pl_module: L.LightningModule) -> None:

@@ -39,7 +39,7 @@ def save_pictures(history: RoutingHistory, recent_steps: int, folder: Path) -> d
 
 
 def show_pictures(pictures: Mapping[Path, "Figure"], loggers: Sequence[Logger], step: int) -> None:
-    """Hand saved pictures to the loggers that take any: TensorBoard's way, or by `log_image` as W&B's has it."""
+    """Pass saved pictures to loggers that take them, by `add_figure` (TensorBoard) or `log_image` (W&B)."""
     for path, figure in pictures.items():
         key = f"train/{path.stem}"
         for logger in loggers:
@@ -87,7 +87,7 @@ def load_over_training(loads: Sequence[Tensor], steps: Sequence[int]) -> "Figure
 def _picture(
     image: np.ndarray, x_label: str, title: str, *, limits: tuple[float, float], colors: str
 ) -> "Figure":
-    """Rows are MoE layers."""
+    """A picture whose rows are MoE layers."""
     # matplotlib takes half a second to import, and is needed once, at the end.
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, needed once
 

@@ -1,4 +1,4 @@
-"""A picture of the loss."""
+"""Draws the training and validation loss of a run."""
 
 from pathlib import Path
 

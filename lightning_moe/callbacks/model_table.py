@@ -1,4 +1,4 @@
-"""What is about to be trained, as a table."""
+"""Prints a table of the model before training."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class ModelTable(L.Callback):
         self.sequence_length = sequence_length
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print it."""
+        """Print the table."""
         layers = routed_experts(pl_module)
         # The types in which experts compute, and so what can run them, are those of the Trainer's precision.
         with trainer.precision_plugin.forward_context():

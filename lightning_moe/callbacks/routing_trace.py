@@ -1,4 +1,4 @@
-"""To which experts each token went, in a few chosen steps, on disk."""
+"""Writes to disk to which experts each token went in a few chosen steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +93,7 @@ class RoutingTrace(L.Callback):
             window.observers.append(self._observe)
 
     def _earlier(self, trainer: L.Trainer, first: int) -> dict[RouteKey, Routes]:
-        """What an interrupted run has left of the steps before `first`; nothing else of it stays."""
+        """Routes of the steps before `first` of an interrupted run; files of ranks that are gone are deleted."""
         path = self._path(trainer)
         kept: dict[RouteKey, Routes] = {}
         with not_fatal(f"RoutingTrace: going on with {path}"):
@@ -112,7 +112,7 @@ class RoutingTrace(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Ask the routers for routes, if this micro-batch belongs to a chosen step."""
+        """Switch tracing on, if this micro-batch belongs to a chosen step."""
         self._micro_batch += 1
         if self._step in self.steps:
             self._trace.on()
@@ -145,7 +145,7 @@ class RoutingTrace(L.Callback):
         self._seen = ()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The data may end before the last of the steps."""
+        """Write what was traced; warn if the data ended before the last chosen step."""
         if unreached := [step for step in sorted(self.steps) if step >= self._step]:
             rank_zero_warn(
                 f"RoutingTrace: steps={unreached} were not reached: training ended before step {self._step}"
@@ -155,7 +155,7 @@ class RoutingTrace(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """What was seen so far may say why."""
+        """Write what was traced before the error."""
         self._trace.off()
         if self._is_listening:
             self._end(trainer, pl_module)

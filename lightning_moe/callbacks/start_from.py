@@ -1,4 +1,4 @@
-"""A new run from the weights and moments of an old one."""
+"""Starts a new run from the weights and moments of an old one."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class StartFrom(L.Callback):
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The first hook at which optimizers exist, and at which Lightning knows whether it resumes."""
+        """Load them here: before this hook there are no optimizers, and Lightning doesn't know whether it resumes."""
         if trainer.ckpt_path is not None:
             raise ValueError(
                 f"init_from={self.path} starts a new run and ckpt_path={trainer.ckpt_path} goes on with an old one; "

@@ -1,4 +1,4 @@
-"""What callbacks that watch routing have in common: layers, counts of the step just done, traces, and no harm."""
+"""Shared by callbacks that read routing: layers, counts of the closed step, tracing, errors that end no training."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ def moe_layers(module: L.LightningModule, asked_by: str) -> list[MoE]:
     """The MoE layers of `module`, in the order of its records.
 
     Raises:
-        ValueError: if there are none, since whoever asked would silently do nothing.
+        ValueError: if there are none, since the callback would do nothing.
     """
     layers = nn.moe_layers(module)
     if not layers:
@@ -40,14 +40,14 @@ def step_statistics(module: L.LightningModule, layers: list[MoE], asked_by: str)
 
 
 class TraceSwitch:
-    """Has routers trace for a while; those that traced anyway go on as they were."""
+    """Switches tracing of routers on and off; routers whose tracing was on before stay on."""
 
     def __init__(self, layers: Sequence[MoE] = ()) -> None:
         self._routers = [layer.router for layer in layers]
         self._switched = self._routers[:0]
 
     def on(self) -> None:
-        """From the next forward on."""
+        """Trace from the next forward on."""
         for router in self._routers:
             if not router.trace:
                 router.trace = True

@@ -1,4 +1,4 @@
-"""Checkpoints of runs: writing the last one, reading one with an error that names the file."""
+"""Checkpoints of runs: writes them, reads them with errors that name the option, and compares options."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +72,7 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: L.Trainer) -> None:
         # Lightning says so as False, or as a number of batches.
         if not getattr(trainer, "fast_dev_run", False):
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path, weights_only=False)
             self.saved_step = trainer.global_step
 
 

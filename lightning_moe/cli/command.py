@@ -63,7 +63,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="routes-diff",
-        summary="say where the routes of two runs part, and why",
+        summary="show where the routes of two runs first differ, and why",
         example="lightning-moe routes-diff RUN_A RUN_B",
     ),
     Command(

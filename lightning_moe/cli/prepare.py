@@ -1,4 +1,4 @@
-"""`lightning-moe prepare`: text in, a token file out."""
+"""`lightning-moe prepare`: turns text into a token file."""
 
 import argparse
 from collections.abc import Sequence

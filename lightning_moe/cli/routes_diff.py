@@ -1,4 +1,4 @@
-"""`lightning-moe routes-diff`: two traces in, where they part and why."""
+"""`lightning-moe routes-diff`: prints where the routes of two runs first differ, and why."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""What is printed at the end: where things are, and how good the model is next to counting bytes."""
+"""Prints the end of a run: paths, and the loss of the model beside baselines that count bytes."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`TokenDataModule`: text or token files in, batches of packed rows out."""
+"""`TokenDataModule`: makes batches of packed rows from text or token files."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -170,7 +170,7 @@ class TokenDataModule(L.LightningDataModule):
 
     @property
     def _order(self) -> RowOrder:
-        # The strategy knows which ranks get different data; one device has nothing to say.
+        # The strategy knows which ranks get different data; on one device there is none.
         ranks = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         ranks = ranks or {"num_replicas": 1, "rank": 0}
         return RowOrder(

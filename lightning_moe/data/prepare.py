@@ -1,4 +1,4 @@
-"""Turn text into a token file, in parallel, so that nothing half-written ever has its name."""
+"""Turns text into a token file, in parallel; the file has its name only once it is complete."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -277,7 +277,7 @@ def _reported(
 
 
 def _write_npy_header(file: BinaryIO, num_tokens: int, dtype: str) -> None:
-    """Fill the room that was left at the start of the file."""
+    """Write the header into the space reserved at the start of the file."""
     header = BytesIO()
     np.lib.format.write_array_header_1_0(
         header,

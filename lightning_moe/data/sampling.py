@@ -104,7 +104,7 @@ def _rows_per_rank(num_rows: int, order: RowOrder) -> int:
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands, in plain values that are the same on every rank."""
+    """The position of a loader, in plain values that are equal on every rank."""
 
     epoch: int
     num_batches_done: int

@@ -70,7 +70,7 @@ def read_sidecar(token_path: Path) -> Sidecar | None:
 
 
 def _is_valid(name: str, kind: object, value: object) -> bool:
-    # bool is an int in Python, but no count.
+    # bool is an int in Python, but not a count.
     if type(value) is not kind or (isinstance(value, int) and value < 0):
         return False
     return name != "dtype" or value in get_args(TokenDtype)

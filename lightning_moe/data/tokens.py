@@ -167,7 +167,7 @@ class TokenStream:
             yield self.read(position, min(position + _SCAN_CHUNK, stop))
 
     def split(self, position: int) -> tuple["TokenStream", "TokenStream"]:
-        """What lies before and after `position`, without reading it."""
+        """The streams before and after `position`, without reading them."""
         before: list[Segment] = []
         after: list[Segment] = []
         for segment, end in zip(self.segments, self._ends.tolist(), strict=True):

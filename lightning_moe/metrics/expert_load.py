@@ -11,7 +11,7 @@ from lightning_moe.metrics.layer_sums import LayerSums
 from lightning_moe.ops import load
 from lightning_moe.ops.records import Routing
 
-# Of what a router asks for.
+# Statistics of the requested copies.
 _OF_REQUESTED: dict[str, Callable[[Tensor], Tensor]] = {
     "max_over_mean": load.load_max_over_mean,
     "max_violation": load.max_violation,

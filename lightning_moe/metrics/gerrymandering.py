@@ -1,4 +1,4 @@
-"""Tells token gerrymandering, a low balance loss beside an uneven load, from a healthy run.
+"""Detects token gerrymandering: a low balance loss although the load is uneven.
 
 A few experts win many tokens by tiny margins while others have score and never win. The loss, which sees only the
 product of load and score, falls below its value at perfect balance while experts get no tokens. At a healthy router
@@ -25,9 +25,9 @@ _FALL: Final = 0.02
 _UNEVEN: Final = 1.25
 # Further idle experts, as a share, that count as worse.
 _MORE_DEAD: Final = 0.05
-# What has to be made good of either before an episode is over.
+# Share of the way back, in load or in loss, that ends an episode.
 _MARGIN: Final = 0.5
-# All of so many entries in a row must agree.
+# An episode begins or ends after so many entries in a row.
 _PATIENCE: Final = 3
 # Layers that a warning describes.
 _NAMED: Final = 4
@@ -101,7 +101,7 @@ class GerrymanderingAlarm:
         return [number for number, layer in enumerate(self._layers) if layer.suspicious]
 
     def begins(self, entry: Sequence[LayerHealth | None]) -> bool:
-        """Take the next entry, one value per layer, None for one not to be judged; whether an episode begins."""
+        """Add the next entry, one value per layer (None: not judged); whether an episode begins with it."""
         before = bool(self.suspicious)
         for layer, health in zip(self._layers, entry, strict=True):
             if health is not None:
@@ -116,7 +116,7 @@ def episodes(layers: Sequence[Sequence[LayerHealth]]) -> list[int]:
 
 
 def can_be_fooled(router: RouterConfig) -> bool:
-    """Whether a layer with these options is to be judged: a loss may be at work, an unnamed one as well."""
+    """Whether a layer with these options is judged: not where its selection bias alone balances it."""
     return router.bias_gamma is None or bool(router.lb_loss_weight)
 
 
@@ -131,10 +131,10 @@ def warning(step: int, layers: Sequence[int], entry: Sequence[LayerHealth]) -> s
     )
     others = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
     return (
-        f"token gerrymandering at step {step}: the balance loss is content with a load that is uneven and gets no "
-        f"better by it ({numbers}{others}). Favoured experts win by tiny margins while others collect score and "
-        "never win. Lower model.moe.router.lb_loss_weight, or balance by model.moe.router.bias_gamma, whose counts "
-        "can't be fooled; and watch train/load_max_over_mean, not train/balance_loss"
+        f"token gerrymandering at step {step}: the balance loss is low although the load is uneven, and the load "
+        f"gets no better ({numbers}{others}). A few experts win by tiny margins while others have score and never "
+        "win. Lower model.moe.router.lb_loss_weight, or balance by model.moe.router.bias_gamma, which reads "
+        "counts only; and watch train/load_max_over_mean, not train/balance_loss"
     )
 
 
@@ -170,7 +170,7 @@ class _LayerWatch:
         )
 
     def _bound(self, entry: LayerHealth) -> float:
-        """The loss is suspicious below this."""
+        """The loss below which an entry is suspicious."""
         best_ratio, best_loss = self._best
         worse = (
             entry.max_over_mean > _UNEVEN * best_ratio

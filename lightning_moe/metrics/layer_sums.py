@@ -64,7 +64,7 @@ def inner_product(
 class LayerSums(Metric):
     """Metric over the records of one MoE layer, or of several.
 
-    Sums are exact in any order and over any split into batches and ranks; what they mean is computed at the end.
+    Sums are exact in any order and over any split into batches and ranks; statistics are computed at the end.
     `forward` gives the value of its own batch, `compute` that of everything since `reset`, over all ranks. Values
     come as a dictionary of tensors with one entry per layer, without dimensions where there is a single layer.
 

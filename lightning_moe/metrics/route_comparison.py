@@ -1,4 +1,4 @@
-"""Where the routes of two runs part, and whether a near-tie or something else made them part."""
+"""Finds where the routes of two runs first differ, and whether near-ties explain it."""
 
 import math
 import re
@@ -20,7 +20,7 @@ class FirstDifference:
 
     Attributes:
         key, rank, token: where.
-        num_tokens, num_near_ties: tokens that part at that step, micro-batch and layer, and near-ties among them.
+        num_tokens, num_near_ties: tokens that differ at that step, micro-batch and layer, and near-ties among them.
         ids, weights, margins: of that token, in the first and in the second trace.
         equal_before: places before it where all tokens went the same way.
     """
@@ -83,7 +83,7 @@ class RoutesDiff:
         return not (self.first or reordered or self.only_first or self.only_second)
 
     def conclusion(self) -> str:
-        """What a reader may conclude."""
+        """A sentence on the cause of the differences."""
         if self.first is not None:
             return _why(self.first, self.tie)
         change = max(layer.weight_change for layer in self.layers)

@@ -16,7 +16,7 @@ _SUMS: Final = ("kept", "score_sums", "lost_tokens", "confidence")
 
 
 class RoutingSums:
-    """Adds up records as they come; a step counts once `end_step` says so.
+    """Adds up the routing records of micro-batches; `end_step` keeps or drops those of a step.
 
     Everything is one flat float64 tensor: a few operations per micro-batch and step, however many layers there are.
 
@@ -54,13 +54,13 @@ class RoutingSums:
         add_records(self._parts(self._step), records)
 
     def end_step(self, *, keep: bool) -> None:
-        """Add the step to the sums, or forget it where it was computed before."""
+        """Add the step to the sums, or drop it where it was computed before."""
         if keep:
             self._sums += self._step
         self._step.zero_()
 
     def pack(self) -> Float[Tensor, " _"]:
-        """Everything in one float64 vector, to be summed over ranks; starts anew."""
+        """All sums in one float64 vector, to be summed over ranks; sets them to zero."""
         loads = torch.zeros(
             len(self.num_experts), self.world, dtype=torch.float64, device=self._device
         )

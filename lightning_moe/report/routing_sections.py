@@ -175,16 +175,16 @@ def _drops(history: RoutingHistory) -> Section:
     lost = by_layer(history, "lost_tokens_S")
     content = ""
     if shares and not any(series.values.any() for series in shares.values()):
-        content = "<p>Nothing was dropped: every requested route was computed.</p>"
+        content = "<p>Nothing was dropped: every requested copy was computed.</p>"
     elif shares:
         content = charts(
-            line_chart("Share of routes that were dropped", few_lines(shares), y_label="share"),
-            line_chart("Tokens that lost all their routes", lost, y_label="tokens per record"),
+            line_chart("Share of copies that were dropped", few_lines(shares), y_label="share"),
+            line_chart("Tokens that lost all their copies", lost, y_label="tokens per record"),
         )
     return Section(
         name="drops",
-        title="Dropped routes",
-        about="Routes beyond an expert's capacity are not computed. A token that loses all of its routes passes "
+        title="Dropped copies",
+        about="Token copies beyond an expert's capacity are not computed. A token that loses all of its copies passes "
         "the layer with its shared expert alone, or unchanged.",
         content=content,
         absent=_NO_HISTORY,

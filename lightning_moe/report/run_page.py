@@ -107,7 +107,7 @@ def _routing_numbers(layers: Sequence[LayerRouting]) -> list[tuple[str, str, str
     numbers = [("dead experts", f"{dead}", f"of {total} in {len(layers)} layers")]
     kept = sum(layer.kept_SE.sum() for layer in layers)
     share = 1 - kept / max(sum(layer.requested_SE.sum() for layer in layers), 1)
-    numbers.append(("dropped routes", percent(float(share)), "of all that were requested"))
+    numbers.append(("dropped copies", percent(float(share)), "of all that were requested"))
     return numbers
 
 
@@ -185,8 +185,8 @@ def _gerrymandering(run: Run) -> str:
         return ""
     steps = ", ".join(map(str, begun))
     return warning(
-        f"From step {steps} on the balance loss was content with an uneven load that got no better by it: scores and "
-        "counts had come apart (token gerrymandering)."
+        f"From step {steps} on the balance loss was low although the load was uneven, and the load got no better: "
+        "scores and counts no longer agree (token gerrymandering)."
     )
 
 

@@ -30,6 +30,7 @@ from tests.peers.rounds import (
     describe_machine,
     describe_rounds,
     median_and_range,
+    quieten,
     take_turns,
 )
 from tests.peers.small_models import SIZES, VOCABULARY, Size
@@ -184,4 +185,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    quieten()
     main()

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_moe import MoEModule, OptimConfig, TokenBatch, TransformerConfig
 from lightning_moe.callbacks import ExpertLoadMonitor
 from lightning_moe.nn import router
+from tests.peers.rounds import quieten
 
 CALLS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
@@ -139,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    quieten()
     main()

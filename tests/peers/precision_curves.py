@@ -29,6 +29,7 @@ from lightning_moe import (
     TransformerConfig,
 )
 from lightning_moe.callbacks.loss_curve import draw_curves
+from tests.peers.rounds import quieten
 
 LAST_STEPS: Final = 30
 RUNS: Final[dict[str, MoEPrecision | None]] = {
@@ -161,4 +162,5 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
+    quieten()
     main()

@@ -38,6 +38,7 @@ from lightning_moe.parallel import (
 )
 from tests.kit.memory import TouchedBytes
 from tests.kit.ranks import run_ranks
+from tests.peers.rounds import quieten
 
 VOCABULARY = 256
 SEQUENCE = 256
@@ -336,4 +337,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    quieten()
     main()

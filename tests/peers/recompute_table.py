@@ -26,6 +26,7 @@ from tests.peers.rounds import (
     describe_machine,
     describe_rounds,
     median_and_range,
+    quieten,
     take_turns,
 )
 from tests.peers.small_models import VOCABULARY, Size
@@ -145,4 +146,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    quieten()
     main()

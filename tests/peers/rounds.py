@@ -1,5 +1,6 @@
 """Contestants that take turns, and what a table of their times says."""
 
+import logging
 import os
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,6 +10,12 @@ import torch
 
 ENOUGH_ROUNDS: Final = 7
 Name = TypeVar("Name", bound=Hashable)
+
+
+def quieten() -> None:
+    """Keep what Lightning and torchao tell of themselves out of a command's table."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def take_turns(

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tests.parity import hf
 from tests.peers.contestants import Shape, Work
-from tests.peers.rounds import ENOUGH_ROUNDS, describe_machine, describe_rounds, take_turns
+from tests.peers.rounds import ENOUGH_ROUNDS, describe_machine, describe_rounds, quieten, take_turns
 from tests.peers.worker import CLOCKS, Clock, Entry, Facts, Worker
 
 # Float32 sums in another order; a token that went to another expert would differ by far more.
@@ -234,4 +234,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    quieten()
     main()

@@ -1,12 +1,19 @@
 """A checkpoint that can't be used as asked is refused, by name."""
 
+import resource
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 
-from lightning_moe.cli.checkpoints import check_fits, check_resumable, read_checkpoint
+from lightning_moe.cli.checkpoints import (
+    WholeFiles,
+    check_fits,
+    check_resumable,
+    read_checkpoint,
+)
+from lightning_moe.cli.errors import show_error
 from lightning_moe.cli.run_config import RunConfig
 from lightning_moe.config import OptimConfig, TransformerConfig, to_mapping
 from lightning_moe.config.data import DataConfig
@@ -75,6 +82,34 @@ def test_an_option_that_was_not_given_again_is_refused_if_it_would_change() -> N
 def test_what_is_given_differently_is_told(word: str) -> None:
     changes = _resume(schedule="cosine", words=(word,))
     assert changes == {"optim.schedule": "cosine instead of constant"}
+
+
+def test_a_file_that_finds_no_room_leaves_the_earlier_one_and_says_so_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "best.ckpt"
+    WholeFiles().save_checkpoint({"weight": torch.zeros(3)}, path)
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # What a full disk does, to this process alone.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(
+            OSError, match=r"best\.ckpt can't be written \(.*\); is the disk full"
+        ) as end:
+            WholeFiles().save_checkpoint({"weight": torch.zeros(10_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"best.ckpt": before}
+    show_error(end.value)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_of_the_machine_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="No space left") as end:
+        Path("/dev/full").write_text("x")
+    show_error(end.value)
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
 
 
 class _Linear(L.LightningModule):

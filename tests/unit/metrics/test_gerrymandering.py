@@ -1,4 +1,4 @@
-"""The alarm tells a balance loss that is content with a bad load from noise, transients and healthy skew."""
+"""The alarm tells a balance loss that is low although the load is bad from noise, transients and healthy skew."""
 
 import math
 from collections.abc import Iterable

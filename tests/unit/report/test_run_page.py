@@ -26,7 +26,7 @@ SECTIONS = {
     "load": "Load of every expert",
     "load-over-time": "Load over time",
     "dead-experts": "Dead experts",
-    "drops": "Dropped routes",
+    "drops": "Dropped copies",
     "ranks": "Load of every rank",
     "router": "How sure the router is",
     "throughput": "Throughput",
@@ -115,7 +115,7 @@ def test_its_style_imports_nothing_and_knows_both_colour_schemes(tmp_path: Path)
         ("overview", "busiest expert / mean 1.688 "),
         ("overview", "dead experts 1 of 8 in 2 layers"),
         # 6 of 32 + 32 copies.
-        ("overview", "dropped routes 9.38 % "),
+        ("overview", "dropped copies 9.38 % "),
         ("overview", "skipped steps 1 "),
         ("overview", "3 layers of width 24; 4 experts, top-2; 2 device(s)"),
         # Layer 0: 5, 22, 0, 5 of 32, around a mean of 8.
@@ -150,8 +150,8 @@ def test_a_number_of_the_files_is_shown(page: _Page, section: str, shown: str) -
         ),
         ("dead-experts", "Experts without a token, by record. layer 0: 1 to 2; layer 1: 0 to 0"),
         # 3 of 8 in the last step.
-        ("drops", "Share of routes that were dropped. layer 0: 0 to 0.375; layer 1: 0 to 0"),
-        ("drops", "Tokens that lost all their routes. layer 0: 0 to 1; layer 1: 0 to 0"),
+        ("drops", "Share of copies that were dropped. layer 0: 0 to 0.375; layer 1: 0 to 0"),
+        ("drops", "Tokens that lost all their copies. layer 0: 0 to 1; layer 1: 0 to 0"),
         ("ranks", "Busiest rank over the mean. layer 0: 1.5 to 1.6; layer 1: 1 to 1"),
         ("router", "Margin of the choice. layer 0: 0.125 to 0.5; layer 1: 0.0625 to 0.0625"),
         ("router", "Entropy of the scores. layer 0: 1.25 to 0.5; layer 1: 1.375 to 1.375"),
