@@ -67,9 +67,11 @@ class MoEModule(StepHooks):
             {"config": to_mapping(self.config), "optim": to_mapping(self.optim)}
         )
         self.model = MoETransformer(self.config)
-        self.val_ce, self.test_ce = TokenMean(), TokenMean()
+        # A module that is built without memory counts all the same.
+        with torch.device("cpu"):
+            self.val_ce, self.test_ce = TokenMean(), TokenMean()
         self._has_nominal_tokens = False
-        self._tokens_seen = torch.zeros((), dtype=torch.int64)
+        self._tokens_seen = torch.zeros((), dtype=torch.int64, device="cpu")
         self._noise_seed = draw_seed()
         self._step_started = 0.0
         self._compiling_since: float | None = None

@@ -124,8 +124,7 @@ class ExpertParallelStrategy(RankHooks):
     @override
     def setup_environment(self) -> None:
         """Check sizes, connect the ranks, share out what there is of the module already."""
-        shape = self._shape()
-        self.transport.check_ranks(shape.ep, requested=self.expert_parallel)
+        shape = self._checked_shape()
         limit = self._timeout
         assert limit is not None
         self._timeout = max(limit, _START_LIMIT)
@@ -133,14 +132,40 @@ class ExpertParallelStrategy(RankHooks):
             super().setup_environment()
         finally:
             self._timeout = limit
+        self._connect(shape)
+        self._place(self.transport)
+
+    def _connect(self, shape: MeshShape) -> None:
+        """Groups of ranks for this layout, unless they are there already."""
         if self.mesh is None or not self.mesh.serves(shape):
-            self.mesh = ProcessMesh(shape, limit)
+            self.mesh = ProcessMesh(shape, there(self._timeout))
         rank_zero_info(
             f"expert parallel over {shape.world} ranks: ep={shape.ep} (ranks that share out the experts), "
             f"ep_dp={shape.ep_dp} (replicas of each expert)"
         )
         self.ends = JointEnds(self.mesh.world, self.root_device)
-        self._place(self.transport)
+
+    def _connect_late_layers(self) -> None:
+        """`auto` may want another layout once `configure_model` has built layers.
+
+        Raises:
+            ValueError: if layers were shared out before, in the layout without these.
+        """
+        mesh, shape = there(self.mesh), self._checked_shape()
+        if shape == mesh.shape:
+            return
+        layers = moe_layers(self._module)
+        if any(len(layer.experts.expert_ids) < layer.config.num_experts for layer in layers):
+            raise ValueError(
+                f"strategy.expert_parallel=auto shared out layers over {mesh.shape.ep} ranks, and with those that "
+                f"configure_model has built it is {shape.ep}; set strategy.expert_parallel={shape.ep}"
+            )
+        self._connect(shape)
+
+    def _checked_shape(self) -> MeshShape:
+        shape = self._shape()
+        self.transport.check_ranks(shape.ep, requested=self.expert_parallel)
+        return shape
 
     def _shape(self) -> MeshShape:
         return resolve_expert_parallel(
@@ -166,6 +191,7 @@ class ExpertParallelStrategy(RankHooks):
         """Give every rank its part of the module, equal replicas, and the optimizers their part of the state."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._connect_late_layers()
         mesh, module = there(self.mesh), self._module
         transport = sized_for_data(self.transport, trainer)
         if mesh.shape.world > 1:

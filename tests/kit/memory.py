@@ -31,7 +31,8 @@ class LiveBytes(Watch):
     ) -> None:
         given = {block._cdata for block in _blocks(pytree.tree_leaves((args, kwargs)))}
         for block in _blocks(pytree.tree_leaves(result)):
-            if block._cdata not in given and block._cdata not in self._known:
+            is_new = block._cdata not in given and block._cdata not in self._known
+            if is_new and block.device.type != "meta":
                 self._follow(block)
 
     def _follow(self, block: torch.UntypedStorage) -> None:
