@@ -1,4 +1,4 @@
-"""Balances experts without a loss: moves the router's selection bias against the load."""
+"""Balances experts without a loss: moves the router's expert bias against the load."""
 
 import lightning as L
 import torch

@@ -71,7 +71,7 @@ def always_active_matmul_params(moe: MoEConfig, d_model: int) -> int:
 def moe_params(moe: MoEConfig, d_model: int, *, experts: int) -> int:
     """Parameters of an MoE layer of which `experts` routed experts count.
 
-    The selection bias is a buffer and not counted.
+    The expert bias is a buffer and not counted.
     """
     total = always_active_matmul_params(moe, d_model) + experts * expert_params(moe, d_model)
     if moe.router.bias:

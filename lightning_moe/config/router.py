@@ -59,10 +59,10 @@ class RouterConfig:
         uniform_expert_assignment: benchmark: experts are assigned round-robin.
         random_expert_assignment: benchmark: scores are replaced by random numbers.
         quantize_scores: round the scores that select (not the weights) to multiples of 2^-14.
-        bias_gamma: step of the selection bias, moved once per optimizer step; greater than 0.
-        bias_centering: subtract the mean of the selection bias after each move. No choice changes, but
+        bias_gamma: step of the expert bias, moved once per optimizer step; greater than 0.
+        bias_centering: subtract the mean of the expert bias after each move. No choice changes, but
             the bias, whose mean drifts otherwise, keeps its precision; needs `bias_gamma`.
-        score_correction_bias: keep a selection bias even when `bias_gamma` does not move it.
+        score_correction_bias: keep a expert bias even when `bias_gamma` does not move it.
         lb_loss_weight: weight of the balance loss; None computes none.
         lb_loss_scope: the tokens over which expert counts of the balance loss are taken.
             `sequence`: each sequence. `micro_batch`: those of one rank. `global_micro_batch`: those of

@@ -88,7 +88,7 @@ class GerrymanderingAlarm:
     and four standard deviations of a random load more, or experts idle that chance would have served) and its loss is
     below 0.98, or 0.02 below what it was at the most even load so far, which has got worse by a quarter, or by 5 % more
     idle experts, since. It is so until for three entries half of either has been made good. An episode lasts from the
-    first suspicious layer to the last. A layer that only a selection bias balances is not to be judged: its choice is
+    first suspicious layer to the last. A layer that only a expert bias balances is not to be judged: its choice is
     meant to depart from the scores, and no loss can be fooled.
     """
 
@@ -116,7 +116,7 @@ def episodes(layers: Sequence[Sequence[LayerHealth]]) -> list[int]:
 
 
 def can_be_fooled(router: RouterConfig) -> bool:
-    """Whether a layer with these options is judged: not where its selection bias alone balances it."""
+    """Whether a layer with these options is judged: not where its expert bias alone balances it."""
     return router.bias_gamma is None or bool(router.lb_loss_weight)
 
 

@@ -25,7 +25,7 @@ class Router(nn.Module):
     Attributes:
         weight: (E, D).
         bias: (E) added to logits, or None.
-        score_bias: (E) the selection bias, a persistent buffer added to selection scores, or None;
+        score_bias: (E) the expert bias, a persistent buffer added to selection scores, or None;
             `RouterBiasCorrection` moves it.
         trace: whether records tell the route of each token (`Routing.tokens`). It changes no result and costs nothing
             while off. A callback that needs it turns it on in `on_train_batch_start` for the steps that it wants,

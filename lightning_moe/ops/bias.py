@@ -1,4 +1,4 @@
-"""The rule that moves the router's selection bias."""
+"""The rule that moves the router's expert bias."""
 
 import torch
 from jaxtyping import Float, Int

@@ -17,7 +17,7 @@ class TokenRoutes:
         ids_TK: chosen experts, best first (before any capacity limit).
         weights_TK: their weights in the layer's output.
         margin_T: selection score of the last chosen expert minus that of the best one not chosen. Scores are those
-            that the choice saw: with the selection bias, on the score grid, and -inf outside the best groups.
+            that the choice saw: with the expert bias, on the score grid, and -inf outside the best groups.
             +inf where no other expert could have been chosen (K = E, or a group limit that leaves K); below 0 only
             where the scores did not decide (`uniform_expert_assignment`).
         entropy_T: entropy of the scores that add up to 1 per token (nats): 0 is certain, log(E) undecided.

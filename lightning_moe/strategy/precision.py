@@ -22,7 +22,7 @@ class MoEPrecision(Precision):
     """Experts, linear layers or both in eight bits, the rest in `base`: `Trainer(plugins=[MoEPrecision("mxfp8")])`.
 
     It gives `model.moe.backend` to the layers of `lightning_moe.nn` in any LightningModule, and converts their linear
-    layers, from setup to teardown. Router, selection bias, embeddings, head, master weights, moments and checkpoints
+    layers, from setup to teardown. Router, expert bias, embeddings, head, master weights, moments and checkpoints
     are the same as without it, so a run can change its precision when it is resumed.
 
     Args:

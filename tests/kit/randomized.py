@@ -10,7 +10,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def randomized(module: M, generator: torch.Generator, *, std: float = 0.7) -> M:
-    """Give every parameter, biases and norms included, and every selection bias random values.
+    """Give every parameter, biases and norms included, and every expert bias random values.
 
     Initial weights are small and initial biases zero: an expert's output or a bias that is lost would hardly show.
     """

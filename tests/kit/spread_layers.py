@@ -54,7 +54,7 @@ class Case:
     Attributes:
         tokens: per rank; ranks beyond its end begin anew.
         width, hidden: of the experts.
-        crowded: experts whose selection bias draws every token to them.
+        crowded: experts whose expert bias draws every token to them.
         recompute: run the layer inside a checkpoint.
     """
 

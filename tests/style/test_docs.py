@@ -29,6 +29,12 @@ def test_links_of_pages_outside_docs_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    docs = ROOT / "docs"
+    assert {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")} == named
+
+
 def _functions(path: Path) -> set[str]:
     """Functions and classes of a file, methods as `Class.method`."""
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""The selection bias moves once per optimizer step, by what the whole step asked for."""
+"""The expert bias moves once per optimizer step, by what the whole step asked for."""
 
 import copy
 from pathlib import Path

@@ -54,7 +54,7 @@ def test_an_early_transient_is_silent() -> None:
 
 
 def test_an_even_load_is_silent_whatever_the_loss() -> None:
-    """As where a selection bias evens out experts of unlike score."""
+    """As where a expert bias evens out experts of unlike score."""
     assert _alarms(_health(0.9, 1.1) for _ in range(20)) == []
 
 

@@ -1,4 +1,4 @@
-"""The rule that moves the selection bias."""
+"""The rule that moves the expert bias."""
 
 import torch
 
