@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Final
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,11 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_moe.cli import runs
 from lightning_moe.cli.errors import describe, show_error
 from lightning_moe.cli.groups import find_conf, list_groups, register_groups
-from lightning_moe.cli.process import is_further_rank, wait_without_spinning
+from lightning_moe.cli.process import INTERRUPTED, is_further_rank, wait_without_spinning
 from lightning_moe.cli.run_config import RunConfig, check_options
-
-INTERRUPTED: Final = 130
-"""Exit code after Ctrl-C, as shells count it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

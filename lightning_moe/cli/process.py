@@ -7,6 +7,9 @@ import sys
 import warnings
 from typing import Final
 
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C, as shells count it."""
+
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_MMAP_MAX: Final = -4

@@ -20,11 +20,16 @@ from lightning_moe.cli.checkpoints import (
     read_checkpoint,
     resumable,
 )
-from lightning_moe.cli.process import quieten
+from lightning_moe.cli.process import INTERRUPTED, quieten
 from lightning_moe.cli.run_config import RunConfig
 from lightning_moe.cli.runs import run_folder, save_options
 from lightning_moe.cli.summary import announce_compiling, print_facts, print_scores
-from lightning_moe.cli.trainer import build_trainer, prepare_process, saves_when_stopped
+from lightning_moe.cli.trainer import (
+    build_trainer,
+    prepare_process,
+    saves_when_stopped,
+    was_interrupted,
+)
 from lightning_moe.config import to_mapping
 from lightning_moe.data import TokenDataModule
 from lightning_moe.module import MoEModule
@@ -153,6 +158,8 @@ def _fit(
         # Lightning ends the process after Ctrl-C and after SIGTERM.
         if not (isinstance(end, SIGTERMException) and saves_when_stopped(trainer)):
             _report_interrupt(trainer)
+        if was_interrupted(trainer):
+            end.code = INTERRUPTED
         raise
     return time.perf_counter() - started
 

@@ -45,7 +45,8 @@ def build_trainer(config: DictConfig, callbacks: Sequence[L.Callback] = ()) -> L
         enable_checkpointing=enable_checkpointing,
         _convert_="all",
     )
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+    is_plain = type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
+    if is_plain and not isinstance(trainer.strategy, ExpertParallelStrategy):
         trainer.strategy.checkpoint_io = WholeFiles()
     return trainer
 
@@ -78,18 +79,18 @@ class StopAtSignal(L.Callback):
     def __init__(self) -> None:
         self._stop = StopRequest()
         self._before_fit: Any = None
-        self._was_interrupted = False
+        self.was_interrupted = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on signals wait for the end of a step."""
-        self._was_interrupted = False
+        self.was_interrupted = False
         if trainer.world_size == 1 and not _stops_by_itself(trainer):
             self._stop.install([signal.SIGTERM])
         if saves_when_stopped(trainer) and threading.current_thread() is threading.main_thread():
             self._before_fit = signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self._was_interrupted = True
+        self.was_interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Whoever ends this fit at SIGTERM ends it now.
         signal.raise_signal(signal.SIGTERM)
@@ -107,14 +108,11 @@ class StopAtSignal(L.Callback):
     ) -> None:
         """Save, and choose the exit code: Lightning's exception has none."""
         self._restore()
-        if not isinstance(exception, SIGTERMException):
+        if not isinstance(exception, SIGTERMException) or _stops_by_itself(trainer):
             return
-        if not _stops_by_itself(trainer):
-            exception.code = 128 + signal.SIGTERM
-            if saves_when_stopped(trainer) and trainer.state.fn == "fit":
-                save_at_sigterm(trainer)
-        if self._was_interrupted:
-            exception.code = 128 + signal.SIGINT
+        exception.code = 128 + signal.SIGTERM
+        if saves_when_stopped(trainer) and trainer.state.fn == "fit":
+            save_at_sigterm(trainer)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Ctrl-C is again what it was before the fit."""
@@ -124,6 +122,14 @@ class StopAtSignal(L.Callback):
         if self._before_fit is not None:
             signal.signal(signal.SIGINT, self._before_fit)
             self._before_fit = None
+
+
+def was_interrupted(trainer: L.Trainer) -> bool:
+    """Whether Ctrl-C, and not SIGTERM, has stopped the last fit."""
+    # The Trainer's callback connector gives it that attribute.
+    every: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = [one for one in every if isinstance(one, StopAtSignal)]
+    return any(callback.was_interrupted for callback in callbacks)
 
 
 def saves_when_stopped(trainer: L.Trainer) -> bool:

@@ -140,24 +140,38 @@ def test_an_evaluation_of_no_batch_is_refused(capsys: Screen) -> None:
     assert "trainer.limit_val_batches=0 leaves nothing to evaluate" in capsys.readouterr().err
 
 
-class Interrupt(L.Callback):
-    """Presses Ctrl-C in the first micro-batch of the second step of two."""
+class Stop(L.Callback):
+    """Sends a signal in the first micro-batch of the second step of two."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if batch_idx == 2:
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
 
-def test_ctrl_c_finishes_the_step_and_saves_it(capfd: pytest.CaptureFixture[str]) -> None:
-    handler = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize(
+    "strategy",
+    # The shape checker of tests takes no integer for a float.
+    [("strategy=auto",), ("strategy=expert_parallel", "strategy.timeout=50.0")],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_finishes_its_step_saves_and_says_once_how_to_resume(
+    number: int, strategy: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     words = ("trainer.accumulate_grad_batches=2", "trainer.val_check_interval=20", *FOUR)
-    own = "+callbacks.interrupt={_target_: tests.e2e.test_cli_runs.Interrupt}"
-    _train(*SMALL, *words, own, "hydra.run.dir=STOPPED", code=130)
-    assert read_whole("STOPPED/sigterm.ckpt")["global_step"] == 2
-    assert "resume with ckpt_path=" in "".join(capfd.readouterr())
-    assert signal.getsignal(signal.SIGINT) == handler
+    stop = f"+callbacks.stop={{_target_: {__name__}.Stop, number: {int(number)}}}"
+    run = Path(f"STOPPED_{number}_{len(strategy)}").absolute()
+    _train(*SMALL, *words, stop, *strategy, f"hydra.run.dir={run}", code=128 + number)
+    said = "".join(capfd.readouterr())
+    assert f"at step 2; resume with ckpt_path={run}/sigterm.ckpt\n" in said
+    assert said.count("resume with") == 1
+    assert read_whole(run / "sigterm.ckpt")["global_step"] == 2
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_a_failing_job_leaves_the_others_of_a_sweep_alone(capsys: Screen) -> None:
