@@ -21,7 +21,7 @@ from lightning_moe.checkpoint.optimizer_states import (
 from lightning_moe.checkpoint.outline import Outline, read_outline
 from lightning_moe.checkpoint.parts import Parts
 from lightning_moe.checkpoint.rank_state import rank_state, restore_rng
-from lightning_moe.checkpoint.trees import take_trees
+from lightning_moe.checkpoint.trees import put_trees, take_trees
 from lightning_moe.checkpoint.whole import read_file
 from lightning_moe.parallel.collectives import gather_objects
 from lightning_moe.parallel.layout import ParamLayout, plain_name
@@ -142,7 +142,7 @@ class Checkpoints:
             trees = load_parts(path, outline.local_parts(parts, optimizers=resume))
         except UNREADABLE as error:
             raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
-        checkpoint = outline.filled(trees)
+        checkpoint = put_trees(outline.meta, trees, outline.origins)
         if resume:
             checkpoint["optimizer_states"] = [
                 merged(trees.get(f"optimizer_{i}", {}), saved)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_moe.checkpoint.parts import Part, Parts
 from lightning_moe.checkpoint.rank_state import plain
-from lightning_moe.checkpoint.trees import Origin, Tree
+from lightning_moe.checkpoint.trees import Origin
 from lightning_moe.parallel.layout import plain_name
 
 META: Final = "meta.pt"
@@ -94,17 +94,6 @@ class Outline:
             )
             for place, saved in self.tensors.items()
         }
-
-    def filled(self, trees: Mapping[str, Tree]) -> dict[str, Any]:
-        """The checkpoint, with trees of tensors where they were; those of optimizers aren't among them."""
-        checkpoint = dict(self.meta)
-        for name, origin in self.origins.items():
-            branch = checkpoint
-            for key in origin.path[:-1]:
-                branch[key] = dict(branch[key])
-                branch = branch[key]
-            branch[origin.path[-1]] = trees.get(name, {}) | origin.rest
-        return checkpoint
 
 
 def read_outline(path: str) -> Outline:

@@ -1,4 +1,4 @@
-"""Finding everything in a checkpoint that holds tensors of the model, wherever a callback has put it."""
+"""Trees: everything in a checkpoint that holds tensors of the model, wherever a callback has put it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,8 +53,25 @@ def take_trees(
         }
         rest = {name: entry for name, entry in value.items() if not isinstance(entry, Tensor)}
         origins[tree] = Origin(path=list(path), prefix=prefix, rest=rest)
-        del _branch(checkpoint, path)[path[-1]]
+        branch = checkpoint
+        for key in path[:-1]:
+            branch = branch[key]
+        del branch[path[-1]]
     return trees, origins
+
+
+def put_trees(
+    checkpoint: Mapping[str, Any], trees: Mapping[str, Tree], origins: Mapping[str, Origin]
+) -> dict[str, Any]:
+    """The checkpoint with trees of tensors where `take_trees` has found them."""
+    filled = dict(checkpoint)
+    for name, origin in origins.items():
+        branch = filled
+        for key in origin.path[:-1]:
+            branch[key] = dict(branch[key])
+            branch = branch[key]
+        branch[origin.path[-1]] = trees.get(name, {}) | origin.rest
+    return filled
 
 
 def _model_shaped(
@@ -84,10 +101,3 @@ def _prefix(value: Mapping[Any, Any], experts: Mapping[str, int]) -> str | None:
             if names.issuperset(prefix + expert for expert in experts):
                 return prefix
     return None
-
-
-def _branch(checkpoint: dict[Any, Any], path: tuple[Any, ...]) -> dict[Any, Any]:
-    branch = checkpoint
-    for key in path[:-1]:
-        branch = branch[key]
-    return branch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_moe.checkpoint.folder import existing_path, is_folder, load_parts
 from lightning_moe.checkpoint.joint_errors import UNREADABLE
 from lightning_moe.checkpoint.outline import INFO, Outline, read_outline
-from lightning_moe.checkpoint.trees import Tree
+from lightning_moe.checkpoint.trees import Tree, put_trees
 
 
 def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def read_file(path: str, *, weights_only: bool = True) -> dict[str, Any]:
 
 
 def _single_process_format(outline: Outline, trees: Tree) -> dict[str, Any]:
-    checkpoint = outline.filled(trees)
+    checkpoint = put_trees(outline.meta, trees, outline.origins)
     if outline.optimizers is not None:
         checkpoint["optimizer_states"] = [
             _torch_format(trees.get(f"optimizer_{i}", {}), saved, checkpoint["state_dict"])
