@@ -60,7 +60,8 @@ def _run(command: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("code", _blocks("python"))
 def test_python_block_runs(code: str, folder: Path) -> None:
     (folder / "block.py").write_text(code)
-    # A script with a guard is started once per rank; others are spared a process that imports torch again.
+    # A script with a guard is started once per rank; others are spared a process that imports torch again. A block with
+    # a strategy needs the guard: a process group that it left here would change the blocks after it.
     if '__name__ == "__main__"' in code:
         _run([sys.executable, "block.py"], folder)
     else:
