@@ -117,7 +117,6 @@ class ExpertParallelStrategy(RankHooks):
         self.sharded: ShardedState | None = None
         self.reducer: GradientReducer | None = None
         self._larger = LargerBatches()
-        self._norm: GradientNorm | None = None
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
@@ -163,17 +162,14 @@ class ExpertParallelStrategy(RankHooks):
         self._connect(shape)
 
     def _checked_shape(self) -> MeshShape:
-        shape = self._shape()
-        self.transport.check_ranks(shape.ep, requested=self.expert_parallel)
-        return shape
-
-    def _shape(self) -> MeshShape:
-        return resolve_expert_parallel(
+        shape = resolve_expert_parallel(
             self.expert_parallel,
             num_experts=[layer.config.num_experts for layer in moe_layers(self._module)],
             world=self.world_size,
             ranks_per_node=self.num_processes,
         )
+        self.transport.check_ranks(shape.ep, requested=self.expert_parallel)
+        return shape
 
     def _place(self, transport: Transport, device: torch.device | None = None) -> None:
         mesh = there(self.mesh)
@@ -245,7 +241,7 @@ class ExpertParallelStrategy(RankHooks):
             size = int(self.bucket_mb * 2**20)
             self.reducer = GradientReducer(layout, self._targets, bucket_bytes=size)
         self.released = ReleasedWeights(stores, self.sharded)
-        self._norm = GradientNorm(layout, self._targets, self.root_device)
+        self.norm = GradientNorm(layout, self._targets, self.root_device)
 
     @property
     def _targets(self) -> dict[str, nn.Parameter]:
@@ -311,16 +307,6 @@ class ExpertParallelStrategy(RankHooks):
             return result
 
         return super().optimizer_step(optimizer, checked, model, **options)
-
-    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
-        """Norm of the gradients of `optimizer` over all ranks, each element once; equal everywhere."""
-        return there(self._norm).of(optimizer, norm_type)
-
-    def clip_grad_norm(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
-        """Clip by the norm over all ranks; gives the norm before."""
-        return there(self._norm).clip_(optimizer, max_norm, norm_type)
 
     # ---- training --------------------------------------------------------------------------------------------
 

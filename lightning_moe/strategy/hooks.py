@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_moe.checkpoint.checkpoints import Checkpoints
 from lightning_moe.optim.released import ReleasedWeights
+from lightning_moe.parallel.clip import GradientNorm
 from lightning_moe.parallel.collectives import ProcessMesh
 from lightning_moe.strategy.joint_ends import JointEnds
 from lightning_moe.strategy.launchers import ProcessLauncher, ScriptLauncher, end_children
@@ -35,6 +36,7 @@ class RankHooks(DDPStrategy):
     Attributes:
         mesh, ends: the ranks, and what keeps them together; from `setup_environment` on.
         checkpoints: from `setup` on.
+        norm: of gradients; from `setup` of fit on.
         released: weights that only the optimizer's masters keep while fit runs.
     """
 
@@ -44,6 +46,7 @@ class RankHooks(DDPStrategy):
         self.ends: JointEnds | None = None
         self.checkpoints: Checkpoints | None = None
         self.released = ReleasedWeights({}, None)
+        self.norm: GradientNorm | None = None
 
     # ---- ranks -----------------------------------------------------------------------------------------------
 
@@ -87,6 +90,18 @@ class RankHooks(DDPStrategy):
             step = self._trainer.global_step
             say(f"[rank {self.global_rank}] {type(exception).__name__} at step {step}: {exception}")
             end_children(children, at_once=isinstance(exception, KeyboardInterrupt))
+
+    # ---- gradients -------------------------------------------------------------------------------------------
+
+    def gradient_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of `optimizer` over all ranks, each element once; equal everywhere."""
+        return there(self.norm).of(optimizer, norm_type)
+
+    def clip_grad_norm(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip by the norm over all ranks; gives the norm before."""
+        return there(self.norm).clip_(optimizer, max_norm, norm_type)
 
     # ---- stages ----------------------------------------------------------------------------------------------
 
