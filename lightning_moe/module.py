@@ -36,12 +36,14 @@ from lightning_moe.strategy.log_step import align_log_step
 class MoEModule(StepHooks):
     """Trains an MoE transformer on batches of tokens (`TokenBatch`).
 
-    Cross-entropy and auxiliary losses are summed over tokens and divided once per optimizer step by all its tokens:
-    gradients don't depend on accumulation, ranks or padding (`step.StepWindow`). Logged per optimizer step:
-    `train/loss train/ce train/balance_loss train/z_loss train/lr train/tokens_per_second`, by its callbacks
-    `train/grad_norm train/skipped_steps train/load_max_over_mean`; per validation `val/ce val/bits_per_byte`.
-    `balance_loss` and `z_loss` are means over layers without weights. All losses are in nats. Steps are closed by
-    `StepHooks`; a subclass that overrides `on_train_start` or a checkpoint hook calls super.
+    Cross-entropy and auxiliary losses are summed over tokens, and `StepHooks` divides gradients once per optimizer
+    step by all its tokens: they don't depend on accumulation, ranks or padding. A subclass that overrides
+    `on_train_start` or a checkpoint hook calls super.
+
+    Logged per optimizer step: `train/loss train/ce train/balance_loss train/z_loss train/lr train/tokens_per_second`,
+    by its callbacks `train/grad_norm train/skipped_steps train/load_max_over_mean`; per validation
+    `val/ce val/bits_per_byte`. `balance_loss` and `z_loss` are means over layers without weights. All losses are in
+    nats.
 
     Args:
         config: the model, or its mapping.
@@ -83,7 +85,7 @@ class MoEModule(StepHooks):
         *args: Any,
         **kwargs: Any,
     ) -> "MoEModule":
-        """As Lightning's, also from a folder that several ranks have written; the module has all experts."""
+        """Load as Lightning does, also from a folder that several ranks have written; the module has all experts."""
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
             checkpoint = read_whole(checkpoint_path)
             checkpoint.pop("optimizer_states", None)
@@ -116,14 +118,14 @@ class MoEModule(StepHooks):
         return self.window.add(total, num_tokens, records, {"loss": total, **sums})
 
     def routing_step(self, batch: TokenBatch, batch_idx: int) -> list[Routing]:
-        """The routing records that `training_step` will see; the balance scope `exact` counts a step ahead by them."""
+        """The routing records that `training_step` will have of this batch, for the balance scope `exact`."""
         if not self.training:
             return self._features(batch)[1]
         with self._noise_of_batch(batch_idx - self.trainer.fit_loop.batch_idx):
             return self._features(batch)[1]
 
     def _on_before_batch_transfer(self, batch: object, dataloader_idx: int = 0) -> object:
-        """The first that the module sees of a batch (the public hook warns beside any data module)."""
+        """Align the step of the logs before each training batch; Lightning warns of the public hook."""
         if self._trainer is not None and self.trainer.training:
             align_log_step(self.trainer)
         return super()._on_before_batch_transfer(batch, dataloader_idx)
@@ -192,7 +194,7 @@ class MoEModule(StepHooks):
     # ---- one optimizer step ----------------------------------------------------------------------------------
 
     def _set_nominal_tokens(self, batch: TokenBatch) -> None:
-        """The first micro-batch of a run says how many tokens a full one has."""
+        """Take the size of the first micro-batch of a run, on the rank where it is largest."""
         size = torch.tensor(batch.labels_BS.numel(), device=self.device)
         largest = self.trainer.strategy.reduce(size, reduce_op="max")
         self.window.nominal_tokens = int(largest.item())
@@ -200,12 +202,12 @@ class MoEModule(StepHooks):
 
     @contextmanager
     def _noise_of_batch(self, ahead: int) -> Iterator[None]:
-        """Router jitter and the like depend on seed, batch number and rank only, so that a resumed run repeats them.
+        """Draw random numbers (router jitter) by seed, batch number and rank only, so that a resumed run repeats them.
 
-        Restoring a saved generator would not do: validation and data loaders draw from it as well.
+        A saved state of the generator would not repeat them: validation and data loaders draw from it as well.
 
         Args:
-            ahead: batches between the one in training and the one meant.
+            ahead: how many batches after the one in training.
         """
         number = self.trainer.fit_loop.total_batch_idx + ahead
         key = f"{self._noise_seed}/{number}/{self.global_rank}"
@@ -233,7 +235,7 @@ class MoEModule(StepHooks):
         self._step_started = now
 
     def on_train_batch_end(self, outputs: object, batch: TokenBatch, batch_idx: int) -> None:
-        """Tell how long the first micro-batch took where blocks are compiled."""
+        """Log how long the first micro-batch took, where blocks are compiled."""
         if self._compiling_since is not None:
             seconds = time.perf_counter() - self._compiling_since
             self._compiling_since = None
@@ -249,13 +251,13 @@ class MoEModule(StepHooks):
         self._compiling_since = None if self.config.compile == "none" else self._step_started
 
     def on_validation_end(self) -> None:
-        """Restart the clock: validation is no part of a step's time."""
+        """Restart the clock of the step, so that validation doesn't count."""
         self._step_started = time.perf_counter()
 
     # ---- set-up ----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """A new fit has a new schedule, so its tokens start at 0; a resumed one takes its count back after this."""
+        """Refuse what can't train here, and count tokens from 0; a resumed fit loads its count after this."""
         spread = any(
             len(layer.experts.expert_ids) < layer.config.num_experts for layer in self.moe_layers
         )
@@ -275,7 +277,7 @@ class MoEModule(StepHooks):
             self._tokens_seen = torch.zeros((), dtype=torch.int64)
 
     def on_fit_start(self) -> None:
-        """Refuse a backend that can't run here before the first batch; our strategy has done so already."""
+        """Choose expert backends and refuse those that can't run here, where no `ExpertParallelStrategy` does so."""
         if not isinstance(self.trainer.strategy, ExpertParallelStrategy):
             refuse_released(self)
             settle_backends(self, self.trainer.precision_plugin)
@@ -314,7 +316,7 @@ class MoEModule(StepHooks):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load it, where the checkpoint is of an `MoEModule`."""
+        """Load what `on_save_checkpoint` saved, where the checkpoint is of an `MoEModule`."""
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get("lightning_moe", {})
         if "nominal_tokens" in saved:

@@ -66,7 +66,7 @@ def balance_counts(
         layers: the MoE layers.
         records: one per layer, of this micro-batch.
         window: the micro-batches before it.
-        all_reduce_sum: sum over all ranks; called at most once, for all layers.
+        all_reduce_sum: sum over all ranks; called at most once, for all layers together.
         counts_ahead: per layer, the counts of the step's later micro-batches on this rank; called at most once per
             step, on all ranks or on none.
     """
