@@ -1,4 +1,4 @@
-"""Lightning callbacks; all but `StartFrom` and `ModelTable` work with any module that feeds a `StepWindow`."""
+"""Lightning callbacks; all but `StartFrom` and `ModelTable` work with any module that inherits `StepHooks`."""
 
 from lightning_moe.callbacks.bias_correction import RouterBiasCorrection
 from lightning_moe.callbacks.gradient_guard import NonFiniteGuard

@@ -3,10 +3,8 @@
 import lightning as L
 import torch
 
-from lightning_moe.callbacks.step_statistics import moe_layers, step_statistics
-from lightning_moe.nn import MoE
+from lightning_moe.callbacks.step_reader import StepReader
 from lightning_moe.ops.bias import updated_score_bias
-from lightning_moe.step import StepStatistics
 
 
 class RouterBiasCorrection(L.Callback):
@@ -22,16 +20,12 @@ class RouterBiasCorrection(L.Callback):
         ValueError: at the start of fit, if no layer has a `bias_gamma`.
     """
 
-    def __init__(self) -> None:
-        self._layers: list[MoE] = []
-        self._applied: StepStatistics | None = None
-        self._applied_at = -1
+    _reader: StepReader
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the layers."""
-        self._layers = moe_layers(pl_module, "RouterBiasCorrection")
-        self._applied, self._applied_at = None, -1
-        if all(layer.config.router.bias_gamma is None for layer in self._layers):
+        self._reader = StepReader(pl_module, "RouterBiasCorrection")
+        if all(layer.config.router.bias_gamma is None for layer in self._reader.layers):
             raise ValueError(
                 "RouterBiasCorrection: no layer has model.moe.router.bias_gamma; set it, or remove it"
             )
@@ -40,12 +34,11 @@ class RouterBiasCorrection(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Move the bias, unless these counts were used already, by a second optimizer or an earlier closure call."""
-        statistics = step_statistics(pl_module, self._layers, "RouterBiasCorrection")
-        if statistics is self._applied or trainer.global_step == self._applied_at:
+        """Move the bias by the counts of the step."""
+        statistics = self._reader.new_step(trainer, pl_module)
+        if statistics is None:
             return
-        self._applied, self._applied_at = statistics, trainer.global_step
-        for layer, requested_E in zip(self._layers, statistics.requested, strict=True):
+        for layer, requested_E in zip(self._reader.layers, statistics.requested, strict=True):
             config, bias_E = layer.config.router, layer.router.score_bias
             if config.bias_gamma is not None and bias_E is not None:
                 bias_E.copy_(

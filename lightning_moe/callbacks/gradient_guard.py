@@ -18,7 +18,7 @@ class NonFiniteGuard(L.Callback):
     callback by itself.
 
     Args:
-        max_in_a_row: that many skipped steps in a row are borne; one more raises.
+        max_in_a_row: so many skipped steps in a row are allowed; one more raises.
 
     Raises:
         RuntimeError: when more steps in a row than that were skipped.
@@ -34,8 +34,8 @@ class NonFiniteGuard(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Gradients are final here: accumulated, reduced, divided by tokens, not yet clipped."""
-        closed_step(pl_module)  # an error if they are not divided
+        """Log the norm of the final gradients: accumulated, reduced, divided by tokens, not yet clipped."""
+        closed_step(pl_module)  # raises if they are not divided
         norm = gradient_norm(trainer, optimizer)
         pl_module.log("train/grad_norm", norm)
         if norm.isfinite():

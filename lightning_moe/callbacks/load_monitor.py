@@ -8,14 +8,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_moe.callbacks.diagnosis import TraceSwitch, not_fatal
 from lightning_moe.callbacks.load_pictures import save_pictures, show_pictures
 from lightning_moe.callbacks.load_values import WORST, layer_values
-from lightning_moe.callbacks.step_statistics import (
-    TraceSwitch,
-    moe_layers,
-    not_fatal,
-    step_statistics,
-)
+from lightning_moe.callbacks.step_reader import StepReader
 from lightning_moe.config.checks import AT_LEAST_ONE, check_bools, check_ints, given
 from lightning_moe.metrics.gerrymandering import (
     GerrymanderingAlarm,
@@ -28,7 +24,7 @@ from lightning_moe.metrics.routing_history import HISTORY_FILE, RoutingHistory, 
 from lightning_moe.metrics.routing_sums import RoutingSums, history_entry
 from lightning_moe.nn import MoE
 from lightning_moe.ops.load import load_max_over_mean, of_layers
-from lightning_moe.step import StepStatistics, window_of
+from lightning_moe.step import window_of
 from lightning_moe.strategy import ExpertParallelStrategy
 
 
@@ -94,7 +90,8 @@ class ExpertLoadMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the layers."""
-        self._layers = moe_layers(pl_module, "ExpertLoadMonitor")
+        self._reader = StepReader(pl_module, "ExpertLoadMonitor")
+        self._layers = self._reader.layers
         self._trace = TraceSwitch(self._layers)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -107,8 +104,6 @@ class ExpertLoadMonitor(L.Callback):
         self._steps_left = self._every - trainer.global_step % self._every
         self._requested: Sequence[Tensor] = ()
         self._num_steps = 0
-        self._counted: StepStatistics | None = None
-        self._counted_at = -1
         self._sums = RoutingSums(
             [layer.config.num_experts for layer in self._layers],
             _expert_ranks(trainer),
@@ -131,13 +126,11 @@ class ExpertLoadMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Count this step, unless it was counted, by a second optimizer or an earlier call of the closure."""
-        statistics = step_statistics(pl_module, self._layers, "ExpertLoadMonitor")
+        statistics = self._reader.new_step(trainer, pl_module)
         assert self._sums is not None
-        is_new = statistics is not self._counted and trainer.global_step != self._counted_at
-        self._sums.end_step(keep=is_new)
-        if not is_new:
+        self._sums.end_step(keep=statistics is not None)
+        if statistics is None:
             return
-        self._counted, self._counted_at = statistics, trainer.global_step
         new = statistics.requested
         self._requested = (
             [total + counts for total, counts in zip(self._requested, new, strict=True)]

@@ -6,12 +6,8 @@ from pathlib import Path
 import lightning as L
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_moe.callbacks.step_statistics import (
-    TraceSwitch,
-    missing_records,
-    moe_layers,
-    not_fatal,
-)
+from lightning_moe.callbacks.diagnosis import TraceSwitch, not_fatal
+from lightning_moe.callbacks.step_reader import missing_records, required_layers
 from lightning_moe.metrics.token_routes import (
     RouteKey,
     Routes,
@@ -71,7 +67,7 @@ class RoutingTrace(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find the layers; keep what an interrupted run wrote before the step that this one resumes at."""
-        self._layers = moe_layers(pl_module, "RoutingTrace")
+        self._layers = required_layers(pl_module, "RoutingTrace")
         every = range(len(self._layers))
         wanted = every if self.layers is None else sorted(set(self.layers))
         if unknown := [layer for layer in wanted if layer not in every]:
