@@ -87,8 +87,7 @@ class MoEModule(StepHooks):
     ) -> "MoEModule":
         """Load as Lightning does, also from a folder that several ranks have written; the module has all experts."""
         if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
-            checkpoint = read_whole(checkpoint_path)
-            checkpoint.pop("optimizer_states", None)
+            checkpoint = read_whole(checkpoint_path, optimizers=False)
             checkpoint_path = io.BytesIO()
             torch.save(checkpoint, checkpoint_path)
             checkpoint_path.seek(0)

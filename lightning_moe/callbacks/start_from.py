@@ -42,27 +42,13 @@ class StartFrom(L.Callback):
                 f"init_from={self.path} starts a new run and ckpt_path={trainer.ckpt_path} goes on with an old one; "
                 "give one of the two"
             )
-        ours = trainer.strategy if isinstance(trainer.strategy, ExpertParallelStrategy) else None
-        try:
-            # Neither runs code: a checkpoint is data.
-            checkpoint = ours.load_checkpoint(self.path) if ours else read_whole(self.path)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"init_from={self.path} can't be read as a checkpoint; was it written to its end? ({error})"
-            ) from error
-        try:
-            if ours:
-                ours.load_model_state_dict(checkpoint)
-            else:
-                pl_module.load_state_dict(checkpoint["state_dict"])
-        except RuntimeError as error:
-            raise ValueError(f"init_from={self.path} holds another model: {error}") from error
+        checkpoint = load_weights_into(trainer, self.path, "init_from", optimizers=self.moments)
         if not self.moments:
             return
         states = checkpoint.get("optimizer_states", [])
         self._check_optimizers(trainer.optimizers, states)
-        if ours:
-            there(ours.checkpoints).load_moments(states)
+        if isinstance(trainer.strategy, ExpertParallelStrategy):
+            there(trainer.strategy.checkpoints).load_moments(states)
         else:
             for optimizer, state in zip(trainer.optimizers, states, strict=True):
                 own_groups = optimizer.state_dict()["param_groups"]
@@ -83,3 +69,40 @@ class StartFrom(L.Callback):
                 raise ValueError(
                     f"init_from={self.path} groups parameters as {sizes[1]}, this run as {sizes[0]}"
                 )
+
+
+def load_weights_into(
+    trainer: L.Trainer, path: str | Path, option: str, *, optimizers: bool = False
+) -> dict[str, Any]:
+    """Weights of a checkpoint into the module in training or evaluation, once its strategy has set it up.
+
+    Under `ExpertParallelStrategy` all ranks call it, and each reads its own part.
+
+    Args:
+        trainer: with a module.
+        path: a file or a folder.
+        option: what names it, for messages.
+        optimizers: read their state as well.
+
+    Returns:
+        The checkpoint; under `ExpertParallelStrategy` this rank's part.
+
+    Raises:
+        ValueError: if it can't be read or holds another model.
+    """
+    ours = trainer.strategy if isinstance(trainer.strategy, ExpertParallelStrategy) else None
+    try:
+        # Neither runs code: a checkpoint is data.
+        checkpoint = ours.load_checkpoint(path) if ours else read_whole(path, optimizers=optimizers)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{option}={path} can't be read as a checkpoint; was it written to its end? ({error})"
+        ) from error
+    try:
+        if ours:
+            ours.load_model_state_dict(checkpoint)
+        else:
+            trainer.lightning_module.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(f"{option}={path} holds another model: {error}") from error
+    return checkpoint

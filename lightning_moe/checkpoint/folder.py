@@ -6,7 +6,9 @@ module (averaged weights, for example), and `optimizer_<i>` with flat moments an
 """
 
 import io
+import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import PicklingError, UnpicklingError
@@ -24,10 +26,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_moe.checkpoint.joint_errors import agree
+from lightning_moe.checkpoint.metadata import METADATA, folder_reader
 from lightning_moe.checkpoint.outline import META, Place
 from lightning_moe.checkpoint.parts import Part
 from lightning_moe.checkpoint.trees import Tree
 
+# The names of all files that a save leaves, also one that was killed.
+_WRITTEN: Final = re.compile(rf"__\d+_\d+\.distcp|{re.escape(META)}|{re.escape(METADATA)}(\.tmp)?")
 _UNWRITABLE: Final = (OSError, RuntimeError, TypeError, AttributeError, PicklingError)
 
 
@@ -67,12 +72,14 @@ def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], *, r
         rank: this one.
 
     Raises:
-        RuntimeError: on all ranks, if one of them can't write.
+        RuntimeError: on all ranks, if one of them can't write, or if something else than a checkpoint is in the way.
     """
     aside = f"{path}.partial"
     fs, _ = url_to_fs(path)
 
     def clear() -> None:
+        for place in (path, f"{path}.previous", aside):
+            _refuse_foreign(fs, place)
         _remove(fs, aside)
         fs.makedirs(aside, exist_ok=True)
 
@@ -88,6 +95,24 @@ def save_folder(path: str, trees: Mapping[str, Tree], meta: dict[str, Any], *, r
             _problem_of(lambda: _remove(fs, aside))
         raise RuntimeError(f"no checkpoint at {path}: {_first_failure(error)}") from None
     agree(_problem_of(finish) if rank == 0 else None, path)
+
+
+def _refuse_foreign(fs: fsspec.AbstractFileSystem, path: str) -> None:
+    """Check that `path` holds nothing, or nothing but what a save writes: it will be removed.
+
+    Raises:
+        FileExistsError: naming what it is.
+    """
+    fs.invalidate_cache()
+    advice = "choose another path, or move it away"
+    if fs.isdir(path):
+        names = (entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(path, detail=False))
+        if foreign := sorted(name for name in names if not _WRITTEN.fullmatch(name)):
+            raise FileExistsError(f"{path} holds {foreign[0]}, which is of no checkpoint; {advice}")
+    elif fs.exists(path):
+        with fs.open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):  # as torch.save writes
+                raise FileExistsError(f"{path} is a file, and no checkpoint; {advice}")
 
 
 def _problem_of(action: Callable[[], None]) -> str | None:
@@ -166,7 +191,7 @@ def is_folder(path: str) -> bool:
     fs, _ = url_to_fs(path)
     if not fs.isdir(path):
         return False
-    if missing := [name for name in (META, ".metadata") if not fs.exists(f"{path}/{name}")]:
+    if missing := [name for name in (META, METADATA) if not fs.exists(f"{path}/{name}")]:
         raise ValueError(f"{path} is not a complete checkpoint folder: it has no {missing[0]}")
     return True
 
@@ -187,7 +212,12 @@ def load_parts(path: str, parts: Mapping[Place, Part], *, alone: bool = False) -
         with warnings.catch_warnings():
             # torch warns that it reads alone, also where it is told to.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_tensors(by_name, checkpoint_id=path, planner=_LoadPlanner(), no_dist=alone)
+            load_tensors(
+                by_name,
+                storage_reader=folder_reader(path),
+                planner=_LoadPlanner(),
+                no_dist=alone,
+            )
     tree: Tree = {}
     for place, part in parts.items():
         branch = tree

@@ -6,10 +6,9 @@ from typing import Any, Final
 
 import torch
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_moe.checkpoint.metadata import folder_reader
 from lightning_moe.checkpoint.parts import Part, Parts
 from lightning_moe.checkpoint.rank_state import plain
 from lightning_moe.checkpoint.trees import Origin
@@ -84,8 +83,17 @@ class Outline:
                 found[place] = part
         return found
 
-    def whole_parts(self) -> dict[Place, Part]:
-        """Empty parts for all tensors, each whole."""
+    def without_tensors(self) -> dict[str, Any]:
+        """The checkpoint with its weights on the meta device, and without the optimizers' state."""
+        trees: dict[str, Tree] = {name: {} for name in self.origins}
+        for (tree, name, *_), saved in self.tensors.items():
+            if tree in trees:
+                size, dtype = saved.size, saved.properties.dtype
+                trees[tree][name] = torch.empty(size, dtype=dtype, device="meta")
+        return self.filled(trees)
+
+    def whole_parts(self, *, optimizers: bool = True) -> dict[Place, Part]:
+        """Empty parts for all tensors, each whole; `optimizers`: theirs as well."""
         return {
             place: Part(
                 tensor=torch.empty(saved.size, dtype=saved.properties.dtype),
@@ -93,6 +101,7 @@ class Outline:
                 offsets=(0,) * len(saved.size),
             )
             for place, saved in self.tensors.items()
+            if optimizers or place[0] in self.origins
         }
 
 
@@ -100,15 +109,14 @@ def read_outline(path: str) -> Outline:
     """The outline of a folder; it can't run code.
 
     Raises:
-        ValueError: if another strategy wrote the folder.
+        ValueError: if another strategy wrote the folder, or a file of it is damaged.
     """
     fs, _ = url_to_fs(path)
     with fs.open(f"{path}/{META}", "rb") as file:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     if INFO not in content:
         raise ValueError(f"{path} was written by another strategy, not by ExpertParallelStrategy")
-    reader = FsspecReader(path) if "://" in path else FileSystemReader(path)
-    metadata: Metadata = reader.read_metadata()
+    metadata = folder_reader(path).read_metadata()
     # Relies on the map from flat names to places that DefaultSavePlanner keeps.
     places = {
         tuple(str(key) for key in metadata.planner_data[name]): saved

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from lightning_moe.checkpoint.outline import INFO, Outline, read_outline
 from lightning_moe.checkpoint.trees import Tree, put_trees
 
 
-def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
+def read_whole(
+    path: str | Path, *, weights_only: bool = True, optimizers: bool = True
+) -> dict[str, Any]:
     """A checkpoint in Lightning's own format, with all experts and whole moments, on the CPU.
 
     Any other strategy can resume from it, once `torch.save` has written it to a file.
@@ -24,6 +27,7 @@ def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]
         path: a folder of `ExpertParallelStrategy`, the file that Lightning's `consolidate_checkpoint` makes of it, or
             an ordinary checkpoint file; local, or any fsspec URL.
         weights_only: refuse a file that would run code. Folders never do.
+        optimizers: read their state as well; of a file, whose tensors are mapped and not read, it is left out only.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -33,12 +37,32 @@ def read_whole(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]
     try:
         if is_folder(found):
             outline = read_outline(found)
-            return _single_process_format(
-                outline, load_parts(found, outline.whole_parts(), alone=True)
-            )
-        return read_file(found, weights_only=weights_only)
+            outline = outline if optimizers else replace(outline, optimizers=None)
+            parts = outline.whole_parts(optimizers=optimizers)
+            return _single_process_format(outline, load_parts(found, parts, alone=True))
+        content = read_file(found, weights_only=weights_only)
     except UNREADABLE as error:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+    if not optimizers:
+        content.pop("optimizer_states", None)
+    return content
+
+
+def read_without_tensors(path: str | Path) -> dict[str, Any]:
+    """A checkpoint in any of the formats of `read_whole`, its weights on the meta device: no tensor is read.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_whole`.
+    """
+    found = existing_path(str(path))
+    try:
+        if is_folder(found):
+            return read_outline(found).without_tensors()
+        content = read_file(found, device="meta")
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+    content.pop("optimizer_states", None)
+    return content
 
 
 def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
@@ -48,11 +72,12 @@ def load_weights(module: nn.Module, path: str | Path, *, strict: bool = True) ->
         FileNotFoundError, ValueError: as `read_whole`.
         RuntimeError: naming what is missing, unexpected or of another shape.
     """
-    module.load_state_dict(read_whole(path)["state_dict"], strict=strict)
+    weights = read_whole(path, optimizers=False)["state_dict"]
+    module.load_state_dict(weights, strict=strict)
 
 
-def read_file(path: str, *, weights_only: bool = True) -> dict[str, Any]:
-    """The content of a checkpoint file, also of a consolidated one, in Lightning's own format.
+def read_file(path: str, *, weights_only: bool = True, device: str = "cpu") -> dict[str, Any]:
+    """The content of a checkpoint file, also of a consolidated one, in Lightning's own format, on `device`.
 
     Raises:
         ValueError: if it holds something else.
@@ -60,9 +85,9 @@ def read_file(path: str, *, weights_only: bool = True) -> dict[str, Any]:
     if "://" in path:
         fs, _ = url_to_fs(path)
         with fs.open(path, "rb") as file:
-            content: object = torch.load(file, map_location="cpu", weights_only=weights_only)
+            content: object = torch.load(file, map_location=device, weights_only=weights_only)
     else:
-        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        content = torch.load(path, map_location=device, weights_only=weights_only, mmap=True)
     if not isinstance(content, dict) or "state_dict" not in content:
         raise ValueError(f"{path} is no Lightning checkpoint: it has no state_dict")
     if INFO not in content:

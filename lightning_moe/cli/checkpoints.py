@@ -11,12 +11,13 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_moe.checkpoint.whole import read_whole
+from lightning_moe.checkpoint.whole import read_whole, read_without_tensors
 from lightning_moe.cli.run_config import RunConfig
 from lightning_moe.cli.runs import key_of
-from lightning_moe.config import to_mapping
+from lightning_moe.config import TransformerConfig, to_mapping
 from lightning_moe.config.checks import AT_LEAST_ONE, check_ints, given
 from lightning_moe.files import atomic_write
+from lightning_moe.module import MoEModule
 from lightning_moe.strategy import ExpertParallelStrategy
 
 # Restored with the optimizer and its schedule, so that a resumed run never reads them from the options.
@@ -100,7 +101,7 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def read_checkpoint(path: str, option: str) -> dict[str, Any]:
-    """The content of a checkpoint, on one process.
+    """What a checkpoint says of itself: options, names and shapes; its weights are on the meta device.
 
     Args:
         path: a file written by the Trainer, or a folder written by `ExpertParallelStrategy`.
@@ -113,7 +114,7 @@ def read_checkpoint(path: str, option: str) -> dict[str, Any]:
     if not Path(path).exists():
         raise FileNotFoundError(f"{option}={path} does not exist; give the path of a checkpoint")
     try:
-        return read_whole(path)
+        return read_without_tensors(path)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -150,13 +151,14 @@ def saved_section(checkpoint: Mapping[str, Any], name: str) -> Mapping[str, obje
     return section if isinstance(section, Mapping) else None
 
 
-def check_fits(module: L.LightningModule, checkpoint: Mapping[str, Any], source: str) -> None:
-    """Refuse a checkpoint whose weights are not those of `module`.
+def check_fits(model: TransformerConfig, checkpoint: Mapping[str, Any], source: str) -> None:
+    """Refuse a checkpoint whose weights are not those of a `MoEModule` of this model.
 
     Raises:
         ValueError: naming the first difference.
     """
-    own = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    with torch.device("meta"):
+        own = {name: tuple(value.shape) for name, value in MoEModule(model).state_dict().items()}
     saved = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
     for name in sorted(own.keys() | saved.keys()):
         if own.get(name) != saved.get(name):

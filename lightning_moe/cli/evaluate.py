@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_moe.callbacks.start_from import load_weights_into
 from lightning_moe.cli.checkpoints import check_fits, read_checkpoint, saved_section
 from lightning_moe.cli.process import quieten
 from lightning_moe.cli.run_config import RunConfig, check_vocabulary, data_config
@@ -38,14 +40,24 @@ def run(config: DictConfig, _options: RunConfig | None = None) -> float:
     prepare_process(config)
     data = TokenDataModule(options)
     data.setup("validate")
-    module = MoEModule(model)
-    check_fits(module, checkpoint, source)
-    module.load_state_dict(checkpoint["state_dict"])
-    trainer = build_trainer(config)
+    check_fits(model, checkpoint, source)
+    trainer = build_trainer(config, [_Weights(config.ckpt_path)])
     save_options(config)
-    cross_entropy = float(trainer.validate(module, data, verbose=False)[0]["val/ce"])
+    scores = trainer.validate(MoEModule(model), data, verbose=False)
+    cross_entropy = float(scores[0]["val/ce"])
     _report(data, cross_entropy, config.ckpt_path, trainer.limit_val_batches)
     return cross_entropy
+
+
+class _Weights(L.Callback):
+    """Loads weights once the strategy has shared out the module, so that each rank reads its own part."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All ranks call it."""
+        load_weights_into(trainer, self.path, "ckpt_path")
 
 
 def _data_options(

@@ -51,7 +51,7 @@ def run(config: DictConfig, options: RunConfig) -> float | None:
     rank_zero_only(print_facts)({"data": data.describe()})
     module = MoEModule(options.model, options.optim)
     if checkpoint is not None:
-        check_fits(module, checkpoint, _start(config))
+        check_fits(options.model, checkpoint, _start(config))
     validation = _LastValidation()
     trainer = build_trainer(config, [*_callbacks(config, options), validation])
     save_options(config)

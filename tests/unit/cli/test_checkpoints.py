@@ -1,12 +1,13 @@
 """A checkpoint that can't be used as asked is refused, by name."""
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 
+from lightning_moe import MoEModule
 from lightning_moe.cli.checkpoints import (
     WholeFiles,
     check_fits,
@@ -17,6 +18,7 @@ from lightning_moe.cli.errors import show_error
 from lightning_moe.cli.run_config import RunConfig
 from lightning_moe.config import OptimConfig, TransformerConfig, to_mapping
 from lightning_moe.config.data import DataConfig
+from tests.kit.runs import tiny_config
 
 SAVED = {
     "global_step": 7,
@@ -112,19 +114,14 @@ def test_an_error_of_the_machine_is_told_in_one_line(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
 
 
-class _Linear(L.LightningModule):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, width)
-
-
 def test_weights_of_another_model_are_refused() -> None:
-    module = _Linear(5)
-    check_fits(module, {"state_dict": _Linear(5).state_dict()}, "x")
+    model = tiny_config()
+    check_fits(model, {"state_dict": MoEModule(model).state_dict()}, "x")
+    smaller = MoEModule(replace(model, vocab_size=7)).state_dict()
     with pytest.raises(
         ValueError,
-        match=r"x holds another model: layer\.bias has shape \(4,\) there and \(5,\) here",
+        match=r"x holds another model: model\.embedding\.weight has shape \(7, 16\) there and \(11, 16\) here",
     ):
-        check_fits(module, {"state_dict": _Linear(4).state_dict()}, "x")
-    with pytest.raises(ValueError, match=r"layer\.bias has shape none there"):
-        check_fits(module, {"state_dict": {}}, "x")
+        check_fits(model, {"state_dict": smaller}, "x")
+    with pytest.raises(ValueError, match=r"has shape none there"):
+        check_fits(model, {"state_dict": {}}, "x")
