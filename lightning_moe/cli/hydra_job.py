@@ -142,7 +142,9 @@ def _words(command: str, arguments: Sequence[str]) -> Iterator[list[str]]:
     """The words that Hydra gets: flags first, paths that it can read, and the options of a run that is resumed."""
     # Hydra takes flags before or after all overrides, not between them.
     words = sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))
-    words = runs.with_checkpoint([runs.readable(word) for word in words])
+    # The only group that is null by default, and that Hydra can neither set to null nor take away.
+    words = [runs.readable(word) for word in words if word != "experiment=null"]
+    words = runs.with_checkpoint(words)
     checkpoint = runs.value_of(words, "ckpt_path") if command == "train" else None
     if checkpoint is not None and not is_further_rank():
         saved = runs.saved_words(checkpoint)

@@ -8,12 +8,18 @@ from typing import Final
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_moe.config import MoEConfig, OptimConfig, TransformerConfig, from_mapping
-from lightning_moe.config.checks import AT_LEAST_ONE, NON_NEGATIVE, check_ints
+from lightning_moe.config.checks import (
+    AT_LEAST_ONE,
+    NON_NEGATIVE,
+    POSITIVE,
+    check_floats,
+    check_ints,
+)
 from lightning_moe.config.data import DataConfig
 
 # What torch and numpy take.
 _SEEDS: Final = 2**32
-_POSITIVE: Final = (
+_COUNTS: Final = (
     "accumulate_grad_batches",
     "num_nodes",
     "check_val_every_n_epoch",
@@ -71,10 +77,16 @@ def _check_trainer(config: DictConfig) -> None:
     seed = config.get("seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < _SEEDS):
         raise ValueError(f"seed={seed!r} must be a whole number from 0 to {_SEEDS - 1}")
-    numbers = {name: trainer[name] for name in _POSITIVE if trainer.get(name) is not None}
+    numbers = {name: trainer[name] for name in _COUNTS if trainer.get(name) is not None}
     check_ints("trainer", AT_LEAST_ONE, **numbers)
-    if trainer.get("log_every_n_steps") is not None:
-        check_ints("trainer", NON_NEGATIVE, log_every_n_steps=trainer.log_every_n_steps)
+    for name, check, interval in (
+        ("log_every_n_steps", check_ints, NON_NEGATIVE),
+        ("gradient_clip_val", check_floats, NON_NEGATIVE),
+        ("val_check_interval", check_floats, POSITIVE),
+    ):
+        # An interval may be a time.
+        if isinstance(trainer.get(name), int | float):
+            check("trainer", interval, **{name: trainer[name]})
     _refuse_two_precisions(trainer)
 
 

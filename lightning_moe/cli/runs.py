@@ -75,8 +75,8 @@ def check_free(folder: Path, option: str, resumed: str | None = None) -> None:
     is_own = resumed is not None and folder.resolve() in Path(resumed).resolve().parents
     if found is not None and not is_own:
         raise ValueError(
-            f"{option}={folder} holds the results of another run ({found}); choose another folder, or leave "
-            f"{option} out for a new one. `lightning-moe train ckpt_path=CHECKPOINT` goes on with that run"
+            f"{option}={folder} holds the results of another run ({found}); choose another folder, delete this one, "
+            f"or leave {option} out for a new one. `lightning-moe train ckpt_path=CHECKPOINT` goes on with that run"
         )
 
 

@@ -109,6 +109,11 @@ def test_help_and_wrong_values_need_no_torch(tmp_path: Path, words: list[str]) -
             ["trainer.accumulate_grad_batches=0"],
             "error: trainer.accumulate_grad_batches=0 must be at least 1",
         ),
+        (
+            ["experiment=null", "trainer.val_check_interval=0"],
+            "error: trainer.val_check_interval=0 must be finite and greater than 0",
+        ),
+        (["trainer.gradient_clip_val=-1"], "error: trainer.gradient_clip_val=-1 must be finite"),
         (["+trainer.logger=false"], "error: trainer.logger=False has no effect; use the group"),
         (["~trainer"], "error: trainer=None must be a group of options"),
         (["model=tinny"], "error: In 'train': Could not find 'model/tinny'"),
