@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_moe.step.look_ahead import keep_position
-from lightning_moe.step.window import StepWindow, close_window
+from lightning_moe.step.window import StepWindow, close_window, window_of
 
 
 class StepHooks(L.LightningModule):
@@ -21,9 +21,8 @@ class StepHooks(L.LightningModule):
     Steps are closed before callbacks and clipping see their gradients, in automatic and manual optimization and under
     any strategy; a fit begins without what an interrupted one left open; a resumed fit knows the step before.
 
-    A module that can't inherit creates `self.window = StepWindow()`. It calls `close_steps(self.trainer)` and
-    `self.window.reset()` in `on_train_start`, and keeps `self.window.state_dict()` in its checkpoints where a balance
-    scope is `lagged`.
+    A module that can't inherit creates `self.window = StepWindow()`, calls `begin_steps(self)` in `on_train_start`, and
+    keeps `self.window.state_dict()` in its checkpoints where a balance scope is `lagged`.
 
     Attributes:
         window: the optimizer step in progress, and the last one.
@@ -36,8 +35,7 @@ class StepHooks(L.LightningModule):
     def on_train_start(self) -> None:
         """Have steps closed, and forget what an earlier, interrupted fit left open."""
         super().on_train_start()
-        close_steps(self.trainer)
-        self.window.reset(resumes=self.trainer.global_step > 0)
+        begin_steps(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the last closed step."""
@@ -50,6 +48,13 @@ class StepHooks(L.LightningModule):
         saved = checkpoint.get("lightning_moe", {})
         if "window" in saved:
             self.window.load_state_dict(saved["window"])
+
+
+def begin_steps(module: L.LightningModule) -> None:
+    """Begin the optimizer steps of a fit: have them closed, and forget what an earlier fit left open."""
+    close_steps(module.trainer)
+    if (window := window_of(module)) is not None:
+        window.reset(resumes=module.trainer.global_step > 0)
 
 
 def close_steps(trainer: L.Trainer) -> None:

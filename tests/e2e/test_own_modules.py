@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_moe import StepWindow, TokenBatch
 from lightning_moe.callbacks import ExpertLoadMonitor, NonFiniteGuard, RouterBiasCorrection
-from lightning_moe.step import close_steps, close_window
+from lightning_moe.step import begin_steps, close_window
 from tests.kit.modules import Adding, Manual, OwnModule, Recording
 from tests.kit.runs import (
     GAMMA,
@@ -71,7 +71,7 @@ def test_sums_given_to_a_window_are_divided_by_the_tokens_of_the_step(tmp_path: 
 
 
 class _WithoutHooks(OwnModule):
-    """Can't inherit the hooks and calls what they call."""
+    """Can't inherit the hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,8 +80,7 @@ class _WithoutHooks(OwnModule):
     training_step = Adding.training_step
 
     def on_train_start(self) -> None:
-        close_steps(self.trainer)
-        self.window.reset()
+        begin_steps(self)
 
 
 class _StepsByItself(Adding):

@@ -5,8 +5,7 @@ import ast
 import lightning as L
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_moe.step import close_steps
-from lightning_moe.step.hooks import StepCloser
+from lightning_moe.step.hooks import StepCloser, close_steps
 from tests.style.source import walk_package
 
 
