@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_moe.checkpoint.metadata import folder_reader
 from lightning_moe.checkpoint.parts import Part, Parts
 from lightning_moe.checkpoint.rank_state import plain
-from lightning_moe.checkpoint.trees import Origin
+from lightning_moe.checkpoint.trees import Origin, Tree, put_trees
 from lightning_moe.parallel.layout import plain_name
 
 META: Final = "meta.pt"
@@ -90,7 +90,7 @@ class Outline:
             if tree in trees:
                 size, dtype = saved.size, saved.properties.dtype
                 trees[tree][name] = torch.empty(size, dtype=dtype, device="meta")
-        return self.filled(trees)
+        return put_trees(self.meta, trees, self.origins)
 
     def whole_parts(self, *, optimizers: bool = True) -> dict[Place, Part]:
         """Empty parts for all tensors, each whole; `optimizers`: theirs as well."""
