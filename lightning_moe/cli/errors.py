@@ -50,16 +50,18 @@ _KINDS: Final = (
 )
 
 
-def show_error(error: Exception, *, full: bool = False) -> None:
+def show_error(error: Exception, *, full: bool = False, has_log: bool = True) -> None:
     """Print the message of `error`, after its traceback if it looks like a fault of the program.
 
-    The traceback always goes to the run's log file.
+    The traceback also goes to the log file of the run.
 
     Args:
         error: what ended the command.
         full: print the traceback in any case.
+        has_log: whether there is such a file; until there is, Hydra logs to the screen.
     """
-    _log.info("the command failed", exc_info=error)
+    if has_log:
+        _log.info("the command failed", exc_info=error)
     root = _root_cause(error)
     # What the arguments of a target make it raise is about options, whoever raises it.
     if full or not (isinstance(error, TargetError) or _speaks_to_users(root)):

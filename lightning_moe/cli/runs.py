@@ -50,7 +50,7 @@ class RunFolder(Callback):
             try:
                 check_free(folder, key, resumed)
             except ValueError as error:
-                show_error(error)
+                show_error(error, has_log=False)
                 # Hydra turns other exceptions of callbacks into warnings.
                 raise SystemExit(1) from None
             return
