@@ -19,9 +19,9 @@ ADVICE: Final = (
 
 
 class ReleasedWeights:
-    """Weights that are dropped while their codes and masters stay; it does nothing without `stores`.
+    """Drops weights of which codes and masters stay, and restores them; without `stores` it does nothing.
 
-    Their gradients, and their updates by the optimizer, go on: new values go from the masters into the codes.
+    Dropped weights still get gradients and updates: the optimizer changes the masters, and these go into the codes.
 
     Args:
         stores: by name, what computes with the codes of a weight; see `stores_of_released`.
@@ -51,7 +51,7 @@ class ReleasedWeights:
 
     @torch.no_grad()
     def restore(self, device: torch.device | None = None) -> None:
-        """Give dropped weights their values again, on another device if one is given; all replicas call it."""
+        """Fill dropped weights from their masters, on another device if one is given; all replicas call it."""
         for name in self._names():
             assert self._sharded is not None
             weight = self._sharded.layout.parameters[name]
@@ -61,7 +61,7 @@ class ReleasedWeights:
 
     @contextmanager
     def brought_back(self) -> Iterator[None]:
-        """Weights are there for as long as this lasts; all replicas enter it."""
+        """Restore dropped weights while the context lasts; all replicas enter it."""
         released = bool(self._names())
         self.restore()
         yield

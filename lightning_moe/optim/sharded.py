@@ -61,7 +61,7 @@ class ShardedState:
                         optimizer.state[target] = _part_of_state(whole, parameter, spec)
                 group["params"] = targets
             optimizer.register_step_post_hook(lambda *_: self.publish())
-        for name in apart:  # no optimizer holds a frozen one
+        for name in apart:  # frozen weights need a master as well, and no optimizer holds them
             self._target(names, layout.parameters[name])
         self._buckets = self._gather_buckets()
 
@@ -89,6 +89,7 @@ class ShardedState:
             own = torch.cat([part.to(w.dtype) for part, w in zip(parts, weights, strict=True)])
             everyone = own.new_empty(group.size * len(own))
             group.all_gather(everyone, own)
+            # A row per replica, in which the parts of the bucket's weights follow each other: a column is one weight.
             columns = everyone.view(group.size, -1).split([spec.chunk for spec in specs], dim=1)
             for spec, values in zip(specs, columns, strict=True):
                 self._receive(spec, values)
@@ -157,7 +158,7 @@ def _chunks(specs: list[ParamSpec], *, limit: int) -> list[list[ParamSpec]]:
 
 
 def refuse_foreign_parameters(optimizers: list[Optimizer], layout: ParamLayout) -> None:
-    """Check that every gradient an optimizer reads is one that ranks average.
+    """Check that optimizers hold parameters of the module only: ranks average no other gradients.
 
     Raises:
         ValueError: if an optimizer holds a parameter that isn't the module's.
