@@ -1,10 +1,12 @@
-# make train | test | check | docs | format | coverage | clean | distclean
+# make train | test | check | check-cuda | docs | format | coverage | clean | distclean
 #
 #   make train ARGS="trainer.max_steps=20"         options of the command line
 #   make test ARGS="-k router"                     options of pytest: one call over all tests
 #   make train TORCH="torch==2.13.0 --index-url …" another build of PyTorch (CPU only, another CUDA)
 
 VENV ?= .venv
+# Of check-cuda: 5 GB, with the CUDA build of PyTorch.
+CUDA_VENV ?= .venv-cuda
 PYTHON ?= python3
 # The tested release, installed first and by itself: what follows accepts it and leaves it alone.
 TORCH ?= torch==2.13.0
@@ -18,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 SERIAL := distributed or golden or e2e or parity
 GATED := lightning_moe/ops/*,lightning_moe/nn/*,lightning_moe/config/*,lightning_moe/optim/*,lightning_moe/step/*
 
-.PHONY: train test check docs serve-docs format coverage sizes clean distclean
+.PHONY: train test check check-cuda docs serve-docs format coverage sizes clean distclean
 .PHONY: check-format check-lint check-spelling check-layers check-types check-style
 
 train: $(VENV)/.installed
@@ -27,10 +29,10 @@ train: $(VENV)/.installed
 # Ranks share the cores, so only the unit tests may run in parallel. pytest exits with 5 where it finds no test: a failure.
 test: $(VENV)/.installed-dev
 ifeq ($(strip $(ARGS)),)
-	$(PYTEST) -n $(WORKERS) -m "not (gpu or $(SERIAL))"
-	$(PYTEST) -m "not gpu and ($(SERIAL))"
+	$(PYTEST) -n $(WORKERS) -m "not (gpu or cuda or $(SERIAL))"
+	$(PYTEST) -m "not (gpu or cuda) and ($(SERIAL))"
 else
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not (gpu or cuda)" $(ARGS)
 endif
 
 check: check-format check-lint check-spelling check-layers check-types check-style docs sizes
@@ -53,6 +55,10 @@ check-types: $(VENV)/.installed-dev
 check-style: $(VENV)/.installed-dev
 	$(PYTEST) tests/style
 
+# What needs torch's CUDA build and no GPU; see docs/cuda.md. Shapes are checked by `make test`.
+check-cuda: $(CUDA_VENV)/.installed
+	$(CUDA_VENV)/bin/python -m tests.cuda.run -m pytest -o addopts="--strict-markers --strict-config" tests/cuda $(ARGS)
+
 # Lines of every floor of the package, and files that have grown long.
 sizes: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.style.sizes
@@ -69,7 +75,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 
 coverage: $(VENV)/.installed-dev
-	$(PYTEST) -m "not (gpu or $(SERIAL))" --cov --cov-report=
+	$(PYTEST) -m "not (gpu or cuda or $(SERIAL))" --cov --cov-report=
 	$(BIN)/coverage report --include="$(GATED)" --fail-under=95
 
 clean:
@@ -77,7 +83,7 @@ clean:
 	find . -name '.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CUDA_VENV)
 
 # A stamp is older than pyproject.toml after a change there, and newer after an install: a second call does nothing.
 $(VENV)/.installed: pyproject.toml
@@ -92,4 +98,12 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev,docs,peers]"
+	@touch $@
+
+# `===` and not `==`, which a CPU build of that version (2.13.0+cpu) that the machine offers would satisfy as well.
+$(CUDA_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install torch===2.13.0
+	$(CUDA_VENV)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__ + " has no CUDA"'
+	$(CUDA_VENV)/bin/python -m pip install --editable ".[dev]"
 	@touch $@

@@ -73,7 +73,7 @@ class MoEModule(StepHooks):
         with torch.device("cpu"):
             self.val_ce, self.test_ce = TokenMean(), TokenMean()
         self._has_nominal_tokens = False
-        self._tokens_seen = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._tokens_seen = 0
         self._noise_seed = draw_seed()
         self._step_started = 0.0
         self._compiling_since: float | None = None
@@ -221,7 +221,9 @@ class MoEModule(StepHooks):
         statistics = closed_step(self)
         if statistics is None:
             return
-        self._tokens_seen = self._tokens_seen.to(self.device) + statistics.num_tokens
+        # From the host: Lightning reads what a progress bar shows once per micro-batch, and loggers each value.
+        statistics = statistics.on_host()
+        self._tokens_seen += int(statistics.num_tokens)
         now = time.perf_counter()
         means = {f"train/{name}": value for name, value in statistics.means().items()}
         self.log("train/loss", means.pop("train/loss"), prog_bar=True)
@@ -230,7 +232,9 @@ class MoEModule(StepHooks):
             statistics.num_tokens / (now - self._step_started),
             prog_bar=True,
         )
-        self.log_dict({**means, "train/lr": optimizer.param_groups[0]["lr"]})
+        # As a tensor: of a number Lightning would make one on the device, which waits.
+        learning_rate = torch.as_tensor(optimizer.param_groups[0]["lr"])
+        self.log_dict({**means, "train/lr": learning_rate})
         self._step_started = now
 
     def on_train_batch_end(self, outputs: object, batch: TokenBatch, batch_idx: int) -> None:
@@ -273,7 +277,7 @@ class MoEModule(StepHooks):
                 "model.compile=none"
             )
         if stage == "fit":
-            self._tokens_seen = torch.zeros((), dtype=torch.int64)
+            self._tokens_seen = 0
 
     def on_fit_start(self) -> None:
         """Choose expert backends and refuse those that can't run here, where no `ExpertParallelStrategy` does so."""
@@ -288,7 +292,7 @@ class MoEModule(StepHooks):
             optimizer,
             self.optim,
             run_steps=lambda: self.trainer.estimated_stepping_batches,
-            tokens_seen=lambda: int(self._tokens_seen.item()),
+            tokens_seen=lambda: self._tokens_seen,
         )
         return {
             "optimizer": optimizer,
@@ -310,7 +314,7 @@ class MoEModule(StepHooks):
         super().on_save_checkpoint(checkpoint)
         checkpoint["lightning_moe"] |= {
             "nominal_tokens": self.window.nominal_tokens if self._has_nominal_tokens else None,
-            "tokens_seen": int(self._tokens_seen.item()),
+            "tokens_seen": self._tokens_seen,
             "noise_seed": self._noise_seed,
         }
 
@@ -321,5 +325,5 @@ class MoEModule(StepHooks):
         if "nominal_tokens" in saved:
             self._has_nominal_tokens = saved["nominal_tokens"] is not None
             self.window.nominal_tokens = saved["nominal_tokens"] or 1
-            self._tokens_seen = torch.tensor(saved["tokens_seen"])
+            self._tokens_seen = saved["tokens_seen"]
             self._noise_seed = saved["noise_seed"]

@@ -18,7 +18,7 @@ import jaxtyping
 import pytest
 import torch
 
-TIERS = ("distributed", "golden", "e2e", "parity", "gpu")
+TIERS = ("distributed", "golden", "e2e", "parity", "gpu", "cuda")
 
 # Rank processes are forked from a server that has these imported already; without it each
 # rank pays for them again, seconds each. rank_preload comes first: it installs the shape checker.

@@ -36,13 +36,14 @@ class NonFiniteGuard(L.Callback):
     ) -> None:
         """Log the norm of the final gradients: accumulated, reduced, divided by tokens, not yet clipped."""
         closed_step(pl_module)  # raises if they are not divided
-        norm = gradient_norm(trainer, optimizer)
+        # A wait for the device, one per step: whether to skip must be known. What is logged is on the host by then.
+        norm = gradient_norm(trainer, optimizer).cpu()
         pl_module.log("train/grad_norm", norm)
         if norm.isfinite():
             self._in_a_row = 0
         else:
             self._skip(trainer, pl_module, optimizer, norm.item())
-        pl_module.log("train/skipped_steps", float(self.num_skipped))
+        pl_module.log("train/skipped_steps", torch.tensor(float(self.num_skipped)))
 
     def _skip(
         self,

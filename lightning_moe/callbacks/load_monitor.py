@@ -131,7 +131,8 @@ class ExpertLoadMonitor(L.Callback):
         self._sums.end_step(keep=statistics is not None)
         if statistics is None:
             return
-        new = statistics.requested
+        # Logged from the host: a progress bar reads every logged value once per micro-batch.
+        new = statistics.on_host().requested
         self._requested = (
             [total + counts for total, counts in zip(self._requested, new, strict=True)]
             if self._num_steps
@@ -144,7 +145,7 @@ class ExpertLoadMonitor(L.Callback):
         if not self._steps_left:
             self._steps_left = self._every
             entry = self._end_entry(trainer, trainer.global_step)
-            self._log(trainer, entry, {"load_max_over_mean": ratios.cpu()})
+            self._log(trainer, entry, {"load_max_over_mean": ratios})
 
     def on_train_batch_end(
         self,

@@ -39,6 +39,8 @@ class RoutingSums:
         self.world = world
         self.drops = False
         self._device = device
+        # Made once: an index of numbers would be copied from the host each time.
+        self._expert_ranks = torch.tensor(self.expert_ranks, device=device)
         self._sizes = [sum(layer_sizes(name, self.num_experts)) for name in _SUMS]
         self._sums, self._step = self._zeros(), self._zeros()
 
@@ -66,9 +68,8 @@ class RoutingSums:
         )
         kept_of_layers = self._parts(self._sums)["kept"].split(self.num_experts)
         for layer, kept in enumerate(kept_of_layers):
-            loads[layer, self.expert_ranks] = rank_loads(
-                kept.long(), len(self.expert_ranks)
-            ).double()
+            of_ranks = rank_loads(kept.long(), len(self.expert_ranks)).double()
+            loads[layer].index_copy_(0, self._expert_ranks, of_ranks)
         packed = torch.cat([self._sums, loads.flatten()])
         self._sums = self._zeros()
         return packed

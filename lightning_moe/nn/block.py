@@ -16,6 +16,7 @@ from lightning_moe.nn.norm import RMSNorm
 from lightning_moe.nn.offload import offloaded
 from lightning_moe.nn.recompute import recomputed
 from lightning_moe.ops.compiled import compiled
+from lightning_moe.ops.ranges import named_range
 from lightning_moe.ops.records import Routing
 
 T = TypeVar("T")
@@ -82,7 +83,9 @@ class Block(nn.Module):
         return self._half("moe", Block._feed, x_BSD, valid_BS)
 
     def _attend(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
-        mixed_BSD = self.attention(self.attention_in_norm(x_BSD), context)
+        inner_BSD = self.attention_in_norm(x_BSD)
+        with named_range("attention"):
+            mixed_BSD = self.attention(inner_BSD, context)
         out_BSD: Tensor = x_BSD + self.attention_out_norm(mixed_BSD)
         return out_BSD
 

@@ -11,6 +11,7 @@ from lightning_moe.ops.grouped_mm import (
     loop_grouped_mm,
     torch_grouped_mm,
     torch_grouped_mm_refusal,
+    torch_grouped_mm_waits,
 )
 from lightning_moe.precision import (
     QuantizedBackend,
@@ -28,15 +29,25 @@ def _torch_refusal(sizes: ExpertSizes) -> str | None:
     return torch_grouped_mm_refusal(sizes.dtype, (sizes.width, sizes.hidden, sizes.packed))
 
 
+def _torch_waits(sizes: ExpertSizes) -> int:
+    return 3 * torch_grouped_mm_waits(sizes.dtype, sizes.device)  # two of them in backward
+
+
+def _reads_counts(sizes: ExpertSizes) -> int:
+    return int(sizes.device.type == "cuda")
+
+
 def _grouped_gemm_refusal(sizes: ExpertSizes) -> str | None:
     return grouped_gemm_refusal(sizes.dtype, sizes.device)
 
 
 # A further backend of the package is one file and one line here, and its name in `config.ExpertBackendName`.
 EXPERT_BACKENDS: Final[dict[str, Callable[[FP8Config], ExpertBackend]]] = {
-    "torch": lambda _: MatmulBackend(torch_grouped_mm, _torch_refusal),
-    "loop": lambda _: MatmulBackend(loop_grouped_mm, _no_refusal),
-    "grouped_gemm": lambda _: MatmulBackend(grouped_gemm_mm, _grouped_gemm_refusal),
+    "torch": lambda _: MatmulBackend(torch_grouped_mm, _torch_refusal, host_waits=_torch_waits),
+    "loop": lambda _: MatmulBackend(loop_grouped_mm, _no_refusal, host_waits=_reads_counts),
+    "grouped_gemm": lambda _: MatmulBackend(
+        grouped_gemm_mm, _grouped_gemm_refusal, host_waits=_reads_counts
+    ),
     "fp8_rowwise": rowwise_backend,
     "mxfp8": mxfp8_backend,
 }
@@ -113,7 +124,14 @@ class ExpertBackendChoice:
         taken = self._candidates[name]
         refused = {name: backend.refusal(sizes) for name, backend in self._candidates.items()}
         asked = "auto takes " if self.name == "auto" else ""
-        notes = [taken.note, *(f"not {other}: {why}" for other, why in refused.items() if why)]
+        waits = taken.host_waits(sizes)
+        notes = [
+            taken.note,
+            f"the host waits for the device {waits} times per layer and micro-batch"
+            if waits
+            else "",
+            *(f"not {other}: {why}" for other, why in refused.items() if why),
+        ]
         because = "; ".join(note for note in notes if note)
         because = f" ({because})" if because else ""
         return f"expert backend: {asked}{name} in {sizes.dtype} on {sizes.device.type}{because}"

@@ -14,6 +14,7 @@ from lightning_moe.nn.init import draw_seed, give_memory_, init_weights_
 from lightning_moe.nn.latent import LatentProjections
 from lightning_moe.nn.mlp import MLP
 from lightning_moe.nn.router import Router
+from lightning_moe.ops.ranges import named_range
 from lightning_moe.ops.records import Routing
 from lightning_moe.ops.routing import count_experts
 
@@ -78,20 +79,25 @@ class MoE(nn.Module):
             x: tokens; with three dimensions the first one counts sequences.
             valid: tokens that count in the record (padding doesn't); None counts all. The output is the same.
         """
-        weights, ids, routing = self.router(x, valid)
+        with named_range("router"):
+            weights, ids, routing = self.router(x, valid)
         x_TD, weights_TK, ids_TK = x.flatten(0, -2), weights.flatten(0, -2), ids.flatten(0, -2)
         inner_TW = x_TD if self.latent is None else self.latent.compress(x_TD)
         dispatcher = self.dispatcher.for_mode(training=self.training)
-        flight = dispatcher.dispatch(
-            self.experts.encode(inner_TW), ids_TK, weights_TK, self.config.num_experts
-        )
+        with named_range("dispatch"):
+            flight = dispatcher.dispatch(
+                self.experts.encode(inner_TW), ids_TK, weights_TK, self.config.num_experts
+            )
         # The shared expert needs no rows of other ranks, so it computes while they travel.
         shared_TD = None if self.shared is None else self.shared(x_TD)
-        sent = arrived(dispatcher, flight, inner_TW)
+        with named_range("dispatch"):
+            sent = arrived(dispatcher, flight, inner_TW)
         del flight  # frees the rows in their order of arrival, which `sent` may hold sorted
-        y_TD = dispatcher.combine(
-            self.experts(sent.rows_RW, sent.counts_L, sent.bytes_RZ), weights_TK, sent.back
-        )
+        with named_range("experts"):
+            rows_RW = self.experts(sent.rows_RW, sent.counts_L, sent.bytes_RZ)
+        with named_range("combine"):
+            y_TD = dispatcher.combine(rows_RW, weights_TK, sent.back)
+        del rows_RW  # without a backward nothing needs the experts' outputs any more
         if self.latent is not None:
             y_TD = self.latent.expand(y_TD)
         if shared_TD is not None:

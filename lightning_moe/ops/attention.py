@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_moe.ops.dtypes import matmul_dtype
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMask:
@@ -35,11 +37,12 @@ def attention_mask(
     key = torch.arange(length, device=device)[None, :]
     allowed = key <= query
     if window is not None:
-        allowed = allowed & (query - key < window)
+        # Not by the difference of the two, which would be (S, S) in int64.
+        allowed &= key > query - window
     allowed_BHSS = allowed[None, None]
     if document_ids_BS is not None:
         same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
-        allowed_BHSS = allowed_BHSS & same
+        allowed_BHSS = same.logical_and_(allowed_BHSS)
     return AttentionMask(allowed_BHSS=allowed_BHSS)
 
 
@@ -50,7 +53,15 @@ def sdpa_attention(
     mask: AttentionMask,
 ) -> Float[Tensor, "B H S C"]:
     """Attention through torch, which picks its fastest kernel. G key/value heads serve H/G query heads each."""
-    allowed = mask.allowed_BHSS
+    allowed, repeats = mask.allowed_BHSS, q_BHSC.shape[1] // k_BGSC.shape[1]
+    if (
+        repeats > 1
+        and q_BHSC.is_cuda
+        and (allowed is not None or matmul_dtype(q_BHSC) == torch.float32)
+    ):
+        # torch 2.13's kernel for masks and for float32 has no grouped heads: without this all scores, (B, H, S, S),
+        # would be in memory, several times.
+        k_BGSC, v_BGSC = (heads.repeat_interleave(repeats, dim=1) for heads in (k_BGSC, v_BGSC))
     return torch.nn.functional.scaled_dot_product_attention(
         q_BHSC,
         k_BGSC,

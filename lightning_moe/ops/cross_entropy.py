@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.dtypes import at_least_float32, matmul_dtype
+from lightning_moe.ops.ranges import named_range
 
 IGNORE_INDEX: Final = -100
 CHUNK_LOGITS: Final = 2**22
@@ -43,9 +44,10 @@ def chunked_cross_entropy(
 
     Source of the z term: PaLM, arXiv:2204.02311, section 5.
     """
-    total, cross_entropy, logz_squared = _ChunkedCrossEntropy.apply(
-        hidden_TD, head_VD, labels_T, z_weight, matmul_dtype(hidden_TD)
-    )
+    with named_range("head"):
+        total, cross_entropy, logz_squared = _ChunkedCrossEntropy.apply(
+            hidden_TD, head_VD, labels_T, z_weight, matmul_dtype(hidden_TD)
+        )
     return ChunkedLoss(total=total, cross_entropy=cross_entropy, logz_squared=logz_squared)
 
 

@@ -68,6 +68,10 @@ class ExpertBackend(Protocol):
         """Why it can't run these experts, or None if it can."""
         ...
 
+    def host_waits(self, sizes: ExpertSizes) -> int:
+        """How often forward and backward of these experts make the host wait for a GPU."""
+        ...
+
     def encode(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Num[Tensor, "T _"]:
         """Tokens as they travel to experts that compute in `dtype`: as they are, or in bytes, each row by itself.
 
@@ -99,18 +103,28 @@ class MatmulBackend:
     Args:
         grouped_mm: the matmul.
         refusal: why it can't serve these sizes, or None.
+        host_waits: how often one call, with its backward, makes the host wait for a GPU; never if not given.
     """
 
     def __init__(
-        self, grouped_mm: GroupedMatmul, refusal: Callable[[ExpertSizes], str | None]
+        self,
+        grouped_mm: GroupedMatmul,
+        refusal: Callable[[ExpertSizes], str | None],
+        *,
+        host_waits: Callable[[ExpertSizes], int] = lambda _: 0,
     ) -> None:
         self.note = ""
         self._grouped_mm = grouped_mm
         self._refusal = refusal
+        self._host_waits = host_waits
 
     def refusal(self, sizes: ExpertSizes) -> str | None:
         """See `ExpertBackend.refusal`."""
         return self._refusal(sizes)
+
+    def host_waits(self, sizes: ExpertSizes) -> int:
+        """See `ExpertBackend.host_waits`."""
+        return 2 * self._host_waits(sizes)
 
     def encode(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> Float[Tensor, "T W"]:
         """See `ExpertBackend.encode`; rows travel as they are."""

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.compiled import outside_of_graphs
+from lightning_moe.ops.device import capability_of
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,6 +57,16 @@ def torch_grouped_mm_refusal(dtype: torch.dtype, widths: tuple[int, ...]) -> str
     return None
 
 
+def torch_grouped_mm_waits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether one of torch's grouped matmuls makes the host wait for the device.
+
+    torch 2.13 has kernels in bfloat16 for compute capabilities 9.x and 10.x; elsewhere it reads the counts and loops.
+    """
+    capability = capability_of(device)
+    has_kernel = dtype == torch.bfloat16 and capability is not None and capability[0] in (9, 10)
+    return capability is not None and not has_kernel
+
+
 @torch.library.custom_op("lightning_moe::grouped_mm", mutates_args=())
 def _grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
     """(R, X) by (G, X, Y), or (X, R) by (R, Y), which gives (G, X, Y)."""
@@ -100,5 +111,5 @@ def _weight_gradient(rows_RX: Tensor, grad_RY: Tensor, ends_G: Tensor) -> Tensor
     if grad_weight.is_cuda:
         # pytorch/pytorch#172439: on some GPUs a group without rows gets uninitialised memory.
         idle_G = ends_G.diff(prepend=ends_G.new_zeros(1)) == 0
-        grad_weight = grad_weight.masked_fill(idle_G[:, None, None], 0.0)
+        grad_weight.masked_fill_(idle_G[:, None, None], 0.0)
     return grad_weight

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.ops.ranges import named_range
 from lightning_moe.parallel.layout import ParamLayout, ParamSpec
 
 
@@ -81,21 +82,26 @@ class ShardedState:
     @torch.no_grad()
     def publish(self) -> None:
         """Gather the weights that the step has changed on all replicas."""
-        for specs in self._buckets:
-            group = self.layout.replicas(specs[0])
-            weights = [self.layout.parameters[spec.name] for spec in specs]
-            parts = [self.targets[spec.name].detach() for spec in specs]
-            # Cast before they travel: other ranks need the weights, not the masters.
-            own = torch.cat([part.to(w.dtype) for part, w in zip(parts, weights, strict=True)])
-            everyone = own.new_empty(group.size * len(own))
-            group.all_gather(everyone, own)
-            # A row per replica, in which the parts of the bucket's weights follow each other: a column is one weight.
-            columns = everyone.view(group.size, -1).split([spec.chunk for spec in specs], dim=1)
-            for spec, values in zip(specs, columns, strict=True):
-                self._receive(spec, values)
+        with named_range("gather"):
+            for specs in self._buckets:
+                self._publish(specs)
         for name, target in self.targets.items():
             if not self.layout.specs[name].split:
                 self._receive(self.layout.specs[name], target)
+
+    def _publish(self, specs: list[ParamSpec]) -> None:
+        """One message: the new weights of these parameters, which share a group and a type."""
+        group = self.layout.replicas(specs[0])
+        weights = [self.layout.parameters[spec.name] for spec in specs]
+        parts = [self.targets[spec.name].detach() for spec in specs]
+        # Cast before they travel: other ranks need the weights, not the masters.
+        own = torch.cat([part.to(w.dtype) for part, w in zip(parts, weights, strict=True)])
+        everyone = own.new_empty(group.size * len(own))
+        group.all_gather(everyone, own)
+        # A row per replica, in which the parts of the bucket's weights follow each other: a column is one weight.
+        columns = everyone.view(group.size, -1).split([spec.chunk for spec in specs], dim=1)
+        for spec, values in zip(specs, columns, strict=True):
+            self._receive(spec, values)
 
     def _receive(self, spec: ParamSpec, values: Tensor) -> None:
         weight = self.layout.parameters[spec.name]

@@ -37,10 +37,10 @@ def global_norm(
             # The maximum of a number and NaN may be either, and differ between ranks; that with infinity is infinity.
             total = stacked.max().nan_to_num(nan=math.inf, posinf=math.inf)
         else:
-            shares = torch.tensor(
-                [share for _, share in gradients], dtype=torch.float64, device=device
-            )
-            total = (stacked.pow(norm_type) * shares).sum()
+            # As numbers: a tensor of them would be copied from the host, which waits.
+            shares = [share for _, share in gradients]
+            weighted = torch._foreach_mul(stacked.pow(norm_type).unbind(), shares)
+            total = torch.stack(weighted).sum()
     world.all_reduce(total, "max" if infinite else "sum")
     return total if infinite else total.pow(1 / norm_type)
 

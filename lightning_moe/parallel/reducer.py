@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_moe.ops.dtypes import at_least_float32
+from lightning_moe.ops.ranges import named_range
 from lightning_moe.parallel.collectives import AxisGroup, Work
 from lightning_moe.parallel.layout import ParamLayout, ParamSpec
 
@@ -125,10 +126,11 @@ class GradientReducer:
                     "averaged over ranks; begin with all parameters trainable, or call fit again to unfreeze some"
                 )
         self._launch_in_order(in_backward=False, force=True)
-        for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-            self._deliver(bucket)
+        with named_range("reduce"):
+            for bucket in self._buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                self._deliver(bucket)
         self._next, self.scale = 0, None
 
     def _hooks(self, name: str, parameter: nn.Parameter) -> list[torch.utils.hooks.RemovableHandle]:
@@ -173,7 +175,8 @@ class GradientReducer:
             bucket = self._buckets[self._next]
             if not force and len(bucket.ready) < len(bucket.specs):
                 return
-            self._launch(bucket)
+            with named_range("reduce"):
+                self._launch(bucket)
             self.launches.append((self._next, in_backward))
             self._next += 1
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_moe.config import LinearFormat, ScaleMode
+from lightning_moe.ops.device import device_refusal
 from lightning_moe.ops.dtypes import matmul_dtype
-from lightning_moe.precision.device import device_refusal
 from lightning_moe.precision.formats import BLOCK
 
 _MULTIPLES: Final[dict[LinearFormat, int]] = {
@@ -78,8 +78,8 @@ class LinearRecipe:
             return None
         return device_refusal(
             self.name,
-            _CAPABILITIES[self.name],
             device,
+            least=_CAPABILITIES[self.name],
             remedy="set emulate=True of MoEPrecision to compute with its codes in high precision",
         )
 

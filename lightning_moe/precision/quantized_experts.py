@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from lightning_moe.config import FP8Config
 from lightning_moe.ops.autograd import Context
 from lightning_moe.ops.compiled import outside_of_graphs
+from lightning_moe.ops.device import device_refusal
 from lightning_moe.ops.expert_backend import ExpertSizes, ExpertWeights
-from lightning_moe.ops.grouped_mm import torch_weight_gradient
-from lightning_moe.precision.device import device_refusal
+from lightning_moe.ops.grouped_mm import torch_grouped_mm_waits, torch_weight_gradient
 from lightning_moe.precision.formats import (
     BLOCK,
     Quantized,
@@ -39,6 +39,10 @@ else:
     _Context = Context
 
 
+# torch 2.13's scaled grouped matmul has kernels for 9.x and 10.x only.
+_BELOW: Final = (11, 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """One way to compute in eight bits.
@@ -49,7 +53,7 @@ class Recipe:
         scale_dtype: of its scales.
         matmul: of two quantized tensors.
         multiple: what widths must be multiples of.
-        capability: of the CUDA device, at least.
+        least: compute capability of the CUDA device, at least.
         emulate: whether `matmul` runs anywhere.
     """
 
@@ -58,7 +62,7 @@ class Recipe:
     scale_dtype: torch.dtype
     matmul: ScaledMatmul
     multiple: int
-    capability: tuple[int, int]
+    least: tuple[int, int]
     emulate: bool
 
 
@@ -71,7 +75,7 @@ def mxfp8_backend(config: FP8Config) -> "QuantizedBackend":
             scale_dtype=torch.float8_e8m0fnu,
             matmul=emulated_mm if config.emulate else mxfp8_mm,
             multiple=BLOCK,
-            capability=(10, 0),
+            least=(10, 0),
             emulate=config.emulate,
         ),
         fp8_only=config.fp8_only,
@@ -87,7 +91,7 @@ def rowwise_backend(config: FP8Config) -> "QuantizedBackend":
             scale_dtype=torch.float32,
             matmul=emulated_mm if config.emulate else rowwise_mm,
             multiple=16,
-            capability=(9, 0),
+            least=(9, 0),
             emulate=config.emulate,
         ),
         fp8_only=config.fp8_only,
@@ -113,6 +117,12 @@ class QuantizedBackend:
         """See `ExpertBackend.note`."""
         return "emulated by float32 matmuls of the codes" if self.recipe.emulate else ""
 
+    def host_waits(self, sizes: ExpertSizes) -> int:
+        """See `ExpertBackend.host_waits`."""
+        # Forward and gradients of rows are four products of codes, gradients of weights two in the type of the rows.
+        of_codes = 4 * self.recipe.emulate * torch_grouped_mm_waits(torch.float32, sizes.device)
+        return of_codes + 2 * torch_grouped_mm_waits(sizes.dtype, sizes.device)
+
     def refusal(self, sizes: ExpertSizes) -> str | None:
         """See `ExpertBackend.refusal`."""
         name, multiple = self.recipe.name, self.recipe.multiple
@@ -136,7 +146,9 @@ class QuantizedBackend:
             "set model.moe.fp8.emulate=true (emulate=True of MoEPrecision, if that asked) to compute with its "
             "codes in float32"
         )
-        return device_refusal(self.recipe.name, self.recipe.capability, device, remedy=remedy)
+        return device_refusal(
+            self.recipe.name, device, least=self.recipe.least, below=_BELOW, remedy=remedy
+        )
 
     @outside_of_graphs
     def encode(self, x_TW: Float[Tensor, "T W"], dtype: torch.dtype) -> UInt8[Tensor, "T Z"]:

@@ -1,12 +1,13 @@
 """Sums over the micro-batches of an optimizer step: on this rank while it is open, over all ranks once closed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_moe.ops.read_back import ReadBack
 from lightning_moe.ops.records import Routing
 
 
@@ -18,16 +19,25 @@ class StepStatistics:
         num_tokens: valid tokens (int64).
         requested: per MoE layer, token copies requested of each expert (int64).
         sums: the named sums given to `StepWindow.add` (float64); divide by `num_tokens` for means.
+        read_back: all of it in one vector, on its way to the host; None where it is there.
     """
 
     num_tokens: Int[Tensor, ""]
     # Not " E": layers may differ in their number of experts.
     requested: tuple[Int[Tensor, " _"], ...]
     sums: dict[str, Float[Tensor, ""]]
+    read_back: ReadBack | None = None
 
     def means(self) -> dict[str, Tensor]:
         """The sums per token; 0 for a step without valid tokens."""
         return {name: value / self.num_tokens.clamp(min=1) for name, value in self.sums.items()}
+
+    def on_host(self) -> "StepStatistics":
+        """The same in host memory, where numbers can be read and logged without waiting for a device."""
+        if self.read_back is None:
+            return self
+        num_experts = [len(counts) for counts in self.requested]
+        return _statistics(self.read_back.values(), num_experts, list(self.sums))
 
 
 class OpenStep:
@@ -88,12 +98,17 @@ class OpenStep:
             *self.requested,
             *(self._sums[name].view(1) for name in names),
         ]
-        sizes = [part.numel() for part in parts]
         total = all_reduce_sum(torch.cat([part.to(torch.float64) for part in parts]))
-        tokens, *rest = total.split(sizes)
-        counts, sums = rest[: len(self.requested)], rest[len(self.requested) :]
-        return StepStatistics(
-            num_tokens=tokens.squeeze(0).to(torch.int64),
-            requested=tuple(count.to(torch.int64) for count in counts),
-            sums={name: value.squeeze(0) for name, value in zip(names, sums, strict=True)},
-        )
+        num_experts = [len(counts) for counts in self.requested]
+        # Steps are logged, so the copy begins at once: before the last backward, where that divides gradients.
+        return replace(_statistics(total, num_experts, names), read_back=ReadBack(total))
+
+
+def _statistics(total: Tensor, num_experts: list[int], names: list[str]) -> StepStatistics:
+    tokens, *rest = total.split([1, *num_experts, *([1] * len(names))])
+    counts, sums = rest[: len(num_experts)], rest[len(num_experts) :]
+    return StepStatistics(
+        num_tokens=tokens.squeeze(0).to(torch.int64),
+        requested=tuple(count.to(torch.int64) for count in counts),
+        sums={name: value.squeeze(0) for name, value in zip(names, sums, strict=True)},
+    )

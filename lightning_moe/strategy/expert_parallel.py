@@ -1,7 +1,7 @@
 """Expert parallelism for the Lightning Trainer: the hooks in which several objects take part, in a visible order."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_moe.checkpoint.checkpoints import Checkpoints
 from lightning_moe.nn import moe_layers
 from lightning_moe.ops.capacity import Overflow
+from lightning_moe.ops.ranges import named_range
 from lightning_moe.optim.released import ReleasedWeights, stores_of_released
 from lightning_moe.optim.sharded import ShardedState, refuse_foreign_parameters
 from lightning_moe.parallel.apply import place
@@ -298,15 +299,19 @@ class ExpertParallelStrategy(RankHooks):
         model: L.LightningModule | nn.Module | None = None,
         **options: Any,
     ) -> object:
-        """Once gradients are there, refuse micro-batches that were too large."""
+        """Refuse micro-batches that were too large once gradients are there; stop after the step if ranks agreed to."""
 
         def checked() -> object:
             result = closure()
+            after_closure.enter_context(named_range("step"))
             if self.transport.fixed_shapes:
                 self._larger.refuse(there(self.mesh).world, self.root_device)
             return result
 
-        return super().optimizer_step(optimizer, checked, model, **options)
+        with ExitStack() as after_closure:
+            result = super().optimizer_step(optimizer, checked, model, **options)
+        self._stop_if_agreed()
+        return result
 
     # ---- training --------------------------------------------------------------------------------------------
 
@@ -325,12 +330,17 @@ class ExpertParallelStrategy(RankHooks):
 
     @override
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Before the last micro-batch of a step, ask whether any rank was told to stop: then all stop after it."""
+        """Before the last micro-batch of a step, ask whether any rank was told to stop; then all do after the step."""
         super().on_train_batch_start(batch, batch_idx)
         trainer, ends = self._trainer, there(self.ends)
         if batch_idx == 0:
             ends.refuse_uneven(trainer.num_training_batches, "train")
-        if not trainer.fit_loop.epoch_loop._should_accumulate() and ends.agree_to_stop():
-            # Lightning raises SIGTERMException on all ranks once the batch is done.
-            trainer._signal_connector.received_sigterm = True
+        if not trainer.fit_loop.epoch_loop._should_accumulate():
+            self._stop_if_agreed()  # in manual optimization a batch may have no step
+            ends.ask_to_stop()
         there(self.checkpoints).restore_random_numbers()
+
+    def _stop_if_agreed(self) -> None:
+        if there(self.ends).agreed_to_stop():
+            # Lightning raises SIGTERMException on all ranks once the batch is done.
+            self._trainer._signal_connector.received_sigterm = True

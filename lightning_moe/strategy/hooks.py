@@ -73,8 +73,10 @@ class RankHooks(DDPStrategy):
         group: object = None,
         reduce_op: dist.ReduceOp | str | None = "mean",
     ) -> Tensor:
-        """As in `DDPStrategy`, and noted in the ledger."""
-        if self.mesh is not None and self.mesh.world.size > 1:
+        """As in `DDPStrategy`, and noted in the ledger; one rank sends nothing."""
+        if self.mesh is not None:
+            if self.mesh.world.size == 1:
+                return tensor
             self.mesh.ledger.enter("all_reduce", "world", tensor)
         return super().reduce(tensor, group, reduce_op)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_moe.ops.read_back import ReadBack, numbers_on
 from lightning_moe.parallel.collectives import AxisGroup
 from lightning_moe.strategy.stop_signal import StopRequest
 
@@ -29,6 +30,7 @@ class JointEnds:
         self._left_to_predict: list[tuple[int, int]] = []
         self.stop = StopRequest()
         self.stopped_by = 0
+        self._asked_to_stop: ReadBack | None = None
 
     def loader(self, loader: object) -> object:
         """The loader; one of unknown length ends on all ranks as soon as it ends on one."""
@@ -91,18 +93,29 @@ class JointEnds:
         del self._left_to_predict[0]
         return largest - 1
 
-    def agree_to_stop(self) -> bool:
-        """Whether any rank was told to stop; all ranks call it."""
-        self.stopped_by = int(self._largest_and_smallest(self.stop.received)[0])
+    def ask_to_stop(self) -> None:
+        """Begin to ask whether any rank was told to stop; all ranks call it."""
+        self._asked_to_stop = self._ask(self.stop.received)
+
+    def agreed_to_stop(self) -> bool:
+        """Whether any rank had been told to stop when all were asked; waits for no device that is past that."""
+        if self._asked_to_stop is not None:
+            self.stopped_by = int(self._asked_to_stop.values()[0])
+            self._asked_to_stop = None
         return bool(self.stopped_by)
 
     def _largest_and_smallest(self, value: int | float) -> tuple[float, float]:
         """Maximum and minimum over all ranks."""
-        value = _finite(value)
-        pair = torch.tensor([value, -value], dtype=torch.float64, device=self._device)
-        self._world.all_reduce(pair, "max")
-        largest, negated_smallest = pair.tolist()
+        largest, negated_smallest = self._ask(value).values().tolist()
         return largest, -negated_smallest
+
+    def _ask(self, value: int | float) -> ReadBack:
+        """Maximum over all ranks of the value, and of its negative."""
+        value = _finite(value)
+        alone = self._world.size == 1
+        pair = numbers_on(torch.device("cpu") if alone else self._device, (value, -value))
+        self._world.all_reduce(pair, "max")
+        return ReadBack(pair)
 
     def all_have(self, one_more: bool) -> bool:
         """Whether all ranks have one more batch; all ranks call it."""

@@ -37,10 +37,12 @@ def test_loaders_of_unknown_length_end_with_the_shortest() -> None:
 
 
 def _stop(rank: int, world: int) -> tuple[bool, bool, int]:
-    ends = _ends(world)
-    before = ends.agree_to_stop()
-    ends.stop.received = signal.SIGTERM if rank == 1 else 0
-    return before, ends.agree_to_stop(), ends.stopped_by
+    ends, agreed = _ends(world), []
+    for received in (0, signal.SIGTERM if rank == 1 else 0):
+        ends.stop.received = received
+        ends.ask_to_stop()
+        agreed.append(ends.agreed_to_stop())
+    return *agreed, ends.stopped_by
 
 
 def test_all_ranks_stop_by_the_signal_of_one() -> None:

@@ -1,16 +1,20 @@
 """What only a GPU can show, in a few minutes: `python -m tests.gpu.check`.
 
-Accuracy against float64, work without waiting for the device, speed and memory of every expert backend, accuracy and
-speed of linear layers in every eight-bit format, on one CUDA device of compute capability 8.0 or newer. Prints one
-table; ends with 1 if a check failed.
+Accuracy against float64, work without waiting for the device, a CUDA graph, speed and memory of every expert backend,
+accuracy and speed of linear layers in every eight-bit format, whole steps of the Trainer, on one CUDA device of compute
+capability 8.0 or newer. Prints one table, writes it as JSON (`--json FILE`); ends with 1 if a check failed.
 """
 
 import argparse
+import json
 import math
 import sys
+import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Final, cast, get_args
 
 import torch
@@ -27,7 +31,7 @@ from lightning_moe.config import (
 )
 from lightning_moe.nn import MoE, MoETransformer
 from lightning_moe.ops.top_experts import top_experts
-from lightning_moe.parallel import AxisGroup, Ledger, StaticDispatch
+from tests.gpu.graphs import graph, make_static
 from tests.gpu.linears import linear_accuracy, linear_speed
 from tests.gpu.measure import (
     GIB,
@@ -43,6 +47,7 @@ from tests.gpu.measure import (
     timed,
     tokens,
 )
+from tests.gpu.training import TRAINING, Training, matmul_rate, training
 
 OLDEST: Final = (8, 0)
 NAMES: Final = tuple(name for name in get_args(ExpertBackendName) if name != "auto")
@@ -109,13 +114,12 @@ def speed(size: Size, backend: str, device: torch.device) -> Result:
 def waiting(size: Size, dispatcher: str, device: torch.device) -> Result:
     """Whether a step of the layer makes the host wait for the device."""
     layer = build(size, "torch", torch.bfloat16, device)
-    if reason := why_not(layer):
+    if reason := why_not(layer) or _expected_waits(layer):
         return Result(check="no host sync", subject=dispatcher, passed=None, detail=reason)
-    if dispatcher == "static":
-        alone = AxisGroup("ep", (0,), 0, None, Ledger())
-        layer.dispatcher = StaticDispatch(warmup_tokens=size.tokens).build(alone, layer.config)
-    # A choice by scores, since that is what training does.
+    # By scores, since that is what training does.
     layer.router.config = replace(layer.router.config, uniform_expert_assignment=False)
+    if dispatcher == "static":
+        make_static(layer, size)
     x, gradient = tokens(size, torch.bfloat16, device)
     step(layer, x, gradient)
     try:
@@ -124,6 +128,22 @@ def waiting(size: Size, dispatcher: str, device: torch.device) -> Result:
     except RuntimeError as error:
         return Result(check="no host sync", subject=dispatcher, passed=False, detail=str(error))
     return Result(check="no host sync", subject=dispatcher, passed=True, detail="none")
+
+
+def _expected_waits(layer: MoE) -> str | None:
+    """What the backend itself says of waiting here, or None if it doesn't wait."""
+    sizes = layer.experts.sizes()
+    waits = layer.experts.backend.settle(sizes).host_waits(sizes)
+    return layer.experts.backend.account(sizes) if waits else None
+
+
+def replay(size: Size, device: torch.device) -> Result:
+    """Whether a CUDA graph of the static path computes what the layer does."""
+    layer = build(size, "torch", torch.bfloat16, device)
+    if reason := why_not(layer) or _expected_waits(layer):
+        return Result(check="graph", subject="static", passed=None, detail=reason)
+    make_static(layer, size)
+    return graph(layer, size, device)
 
 
 def choice(device: torch.device) -> Result:
@@ -165,13 +185,16 @@ def offload(device: torch.device) -> Result:
     return Result(check="offload", subject="4 layers", passed=passed, detail=detail)
 
 
-def run(device: torch.device, *, accuracy_size: Size, speed_size: Size) -> list[Result]:
+def run(
+    device: torch.device, *, accuracy_size: Size, speed_size: Size, training_size: Training
+) -> list[Result]:
     """All checks."""
     results = [choice(device), offload(device)]
     results += [
         accuracy(accuracy_size, name, dtype, device) for name in NAMES for dtype in LEAST_SNR
     ]
     results += [waiting(accuracy_size, dispatcher, device) for dispatcher in ("local", "static")]
+    results.append(replay(accuracy_size, device))
     results += [speed(speed_size, name, device) for name in NAMES]
     results += [
         linear_accuracy(accuracy_size, name, dtype, device)
@@ -179,6 +202,8 @@ def run(device: torch.device, *, accuracy_size: Size, speed_size: Size) -> list[
         for dtype in LEAST_SNR
     ]
     results += [linear_speed(speed_size, name, device) for name in (None, *get_args(LinearFormat))]
+    rate = matmul_rate(training_size.square, device)
+    results += [training(training_size, way, device, rate=rate) for way in training_size.ways]
     return results
 
 
@@ -199,7 +224,9 @@ def _waiting_is_an_error(device: torch.device) -> Iterator[None]:
         yield
         return
     synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -208,17 +235,27 @@ def _waiting_is_an_error(device: torch.device) -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check and print; 1 if something failed or nothing could be checked."""
-    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="file for all results and their numbers")
+    options = parser.parse_args(arguments)
     if reason := refusal():
         Console(stderr=True, soft_wrap=True).print(reason)
         return 1
     # The reference is exact; TF32 would make float32 as coarse as 10 bits.
     torch.backends.cuda.matmul.allow_tf32 = False
-    results = run(torch.device("cuda"), accuracy_size=ACCURACY, speed_size=SPEED)
-    title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {SPEED}"
+    started = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = run(device, accuracy_size=ACCURACY, speed_size=SPEED, training_size=TRAINING)
+    seconds = time.perf_counter() - started
+    name = torch.cuda.get_device_name()
+    title = f"{name}, torch {torch.__version__}, {SPEED}, {seconds:.0f} s"
     console = Console()
     console.width = max(console.width, 150)
     console.print(table(results, title=title))
+    if options.json is not None:
+        about: dict[str, object] = {"device": name, "torch": torch.__version__, "seconds": seconds}
+        about["results"] = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(about, indent=1))
     return int(any(result.passed is False for result in results))
 
 

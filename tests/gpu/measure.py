@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -39,13 +39,15 @@ class Result:
 
     Attributes:
         passed: None if it was skipped.
-        detail: what was measured, or why it was skipped.
+        detail: what was measured, or why it was skipped, for people.
+        numbers: what was measured, for programs.
     """
 
     check: str
     subject: str
     passed: bool | None
     detail: str
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 def signal_to_noise(found: Tensor, expected: Tensor) -> float:
@@ -89,6 +91,7 @@ def against(
         subject=subject,
         passed=all(value >= least for value in decibels.values()),
         detail=f"{decibels[worst]:.0f} dB at worst ({worst}), {least:.0f} needed",
+        numbers={"decibels": decibels[worst]},
     )
 
 
@@ -96,17 +99,16 @@ def timed(layer: nn.Module, size: Size, device: torch.device, *, subject: str) -
     """Measure `layer`, whose matmuls have the FLOPs of `size`."""
     x, gradient = tokens(size, torch.bfloat16, device)
     step(layer, x, gradient)
-    before = peak_memory(device)
+    peak_memory(device)
     seconds = statistics.median(
         _seconds(lambda: step(layer, x, gradient), device) for _ in range(ROUNDS)
     )
-    memory = "" if before is None else f", {(peak_memory(device) or 0) / GIB:.2f} GiB at most"
-    return Result(
-        check="speed",
-        subject=subject,
-        passed=True,
-        detail=f"{seconds * 1e3:.2f} ms, {size.flops / seconds / 1e12:.1f} TFLOP/s{memory}",
-    )
+    numbers = {"milliseconds": seconds * 1e3, "tflops": size.flops / seconds / 1e12}
+    detail = f"{numbers['milliseconds']:.2f} ms, {numbers['tflops']:.1f} TFLOP/s"
+    if (most := peak_memory(device)) is not None:
+        numbers["peak_gib"] = most / GIB
+        detail += f", {numbers['peak_gib']:.2f} GiB at most"
+    return Result(check="speed", subject=subject, passed=True, detail=detail, numbers=numbers)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -7,10 +7,27 @@ import pytest
 import torch
 from rich.console import Console
 
+from lightning_moe import AttentionConfig, MoEConfig, RouterConfig, TransformerConfig
 from tests.gpu import check, measure
+from tests.gpu.training import Training
 
 CPU = torch.device("cpu")
 TINY = check.Size(tokens=24, width=32, hidden=16, experts=4, top_k=2)
+SHORT = Training(
+    model=TransformerConfig(
+        vocab_size=16,
+        d_model=16,
+        num_layers=1,
+        attention=AttentionConfig(num_heads=2),
+        moe=MoEConfig(num_experts=4, hidden_size=16, router=RouterConfig(top_k=2)),
+    ),
+    rows=1,
+    length=8,
+    accumulate=2,
+    steps=1,
+    square=16,
+    ways=("bf16-mixed", "static", "fp8_rowwise"),
+)
 
 
 def test_signal_to_noise_by_hand() -> None:
@@ -22,18 +39,21 @@ def test_signal_to_noise_by_hand() -> None:
 
 
 def test_all_checks_run_on_a_cpu_pass_or_say_why_they_were_skipped() -> None:
-    results = check.run(CPU, accuracy_size=TINY, speed_size=TINY)
+    results = check.run(CPU, accuracy_size=TINY, speed_size=TINY, training_size=SHORT)
     assert not [result for result in results if result.passed is False]
     by_subject = {(result.check, result.subject): result for result in results}
     assert by_subject["accuracy", "torch, bfloat16"].passed
     assert by_subject["accuracy", "loop, float32"].passed
     assert by_subject["speed", "linears bfloat16"].passed
+    assert by_subject["training", "static"].numbers["tokens_per_second"] > 0
     refused = by_subject["accuracy", "linears fp8_rowwise, bfloat16"]
     assert refused.passed is None
     assert "MoEPrecision linears=fp8_rowwise can't work here" in refused.detail
     skipped = by_subject["speed", "mxfp8"]
     assert skipped.passed is None
     assert "model.moe.backend=mxfp8 can't run these experts" in skipped.detail
+    assert by_subject["training", "fp8_rowwise"].passed is None
+    assert by_subject["graph", "static"].passed is None
     console = Console(file=io.StringIO(), width=150)
     console.print(check.table(results, title="here"))
     printed = console.file.getvalue()

@@ -8,6 +8,7 @@ import torch
 
 from lightning_moe.config import MoEConfig
 from lightning_moe.nn.dispatch import Dispatcher
+from lightning_moe.ops.read_back import numbers_on
 from lightning_moe.parallel.collectives import AxisGroup
 
 
@@ -31,10 +32,12 @@ class LargerBatches:
         Raises:
             RuntimeError: on all ranks, if any of them has noted a batch.
         """
-        largest = torch.tensor(self._largest, device=device)
+        num_tokens, max_tokens = self._largest
         self._largest = (0, 0)
-        world.all_reduce(largest, "max")
-        num_tokens, max_tokens = largest.tolist()
+        if world.size > 1:
+            largest = numbers_on(device, (num_tokens, max_tokens), torch.int64)
+            world.all_reduce(largest, "max")
+            num_tokens, max_tokens = largest.tolist()
         if num_tokens:
             raise larger_batch(num_tokens, max_tokens)
 

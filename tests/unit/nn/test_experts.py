@@ -1,5 +1,7 @@
 """The choice of the experts' matmul."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -61,6 +63,35 @@ def test_auto_takes_torch_where_it_can() -> None:
     assert torch.equal(auto(rows, COUNTS), _experts("torch")(rows, COUNTS))
     said = "expert backend: auto takes torch in torch.float32 on cpu"
     assert auto.backend.account(auto.sizes()) == said
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "capability", "waits"),
+    [
+        ("auto", torch.bfloat16, (9, 0), 0),
+        ("auto", torch.bfloat16, (10, 3), 0),
+        ("auto", torch.bfloat16, (8, 0), 6),
+        ("auto", torch.bfloat16, (12, 0), 6),
+        ("auto", torch.float32, (9, 0), 6),
+        ("loop", torch.bfloat16, (9, 0), 2),
+        ("fp8_rowwise", torch.bfloat16, (9, 0), 0),
+        ("fp8_rowwise", torch.float32, (9, 0), 2),
+    ],
+)
+def test_a_backend_that_makes_the_host_wait_for_a_gpu_says_so(
+    backend: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    waits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    experts = _experts(backend, width=16, hidden=16)
+    sizes = replace(experts.sizes(dtype), device=torch.device("cuda"))
+    account = experts.backend.account(sizes)
+    said = f"the host waits for the device {waits} times per layer and micro-batch"
+    assert (said in account) == (waits > 0)
+    assert waits or "waits" not in account
 
 
 def test_a_backend_whose_package_is_missing_is_refused_by_name() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from lightning_moe.ops import sdpa_attention
 from lightning_moe.ops.attention import attention_mask
 from tests.kit import reference_model
+from tests.kit.memory import LiveBytes
 
 CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])
@@ -33,6 +34,16 @@ def test_documents_do_not_see_each_other_by_hand() -> None:
 def test_a_window_as_long_as_the_sequence_needs_no_mask(window: int | None) -> None:
     mask = attention_mask(4, window=window, document_ids_BS=None, device=CPU)
     assert mask.allowed_BHSS is None
+
+
+def test_making_a_mask_holds_three_bytes_per_pair_of_positions_at_most() -> None:
+    length, documents = 64, torch.zeros(2, 64, dtype=torch.int64)
+    for document_ids in (None, documents):
+        with LiveBytes() as bytes_held:
+            attention_mask(length, window=5, document_ids_BS=document_ids, device=CPU)
+        # One per pair and sequence is kept; positions take a few bytes each.
+        num_masks = 2 if document_ids is None else 1 + len(documents)
+        assert bytes_held.peak <= num_masks * length**2 + 32 * length
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

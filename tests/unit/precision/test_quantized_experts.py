@@ -216,20 +216,32 @@ def test_refusal_says_what_mxfp8_cannot_run(changes: dict[str, object], reason: 
 def test_a_cpu_is_refused_unless_emulation_is_asked_for(make: object, capability: str) -> None:
     refusal = str(make(FP8Config()).refusal(_sizes()))
     assert "the device is cpu" in refusal
-    assert f"compute capability {capability} or more" in refusal
+    assert f"compute capability {capability} or more and below 11.0" in refusal
     assert "model.moe.fp8.emulate=true" in refusal
     assert make(EMULATED).refusal(_sizes()) is None
     assert "emulated" in make(EMULATED).note
 
 
-@pytest.mark.parametrize(("capability", "runs"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+# torch's scaled grouped matmul refuses all but 9.x and 10.x at its first call: consumer Blackwell is 12.0.
+@pytest.mark.parametrize(
+    ("capability", "rowwise", "mxfp8"),
+    [
+        ((8, 9), False, False),
+        ((9, 0), True, False),
+        ((10, 0), True, True),
+        ((10, 3), True, True),
+        ((11, 0), False, False),
+        ((12, 0), False, False),
+    ],
+)
 def test_the_device_decides_by_its_capability(
-    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], rowwise: bool, mxfp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    refusal = rowwise_backend(FP8Config()).refusal(_sizes(device=torch.device("cuda")))
-    assert (refusal is None) == runs
-    assert runs or "the device has 8.9" in str(refusal)
+    for make, runs in ((rowwise_backend, rowwise), (mxfp8_backend, mxfp8)):
+        refusal = make(FP8Config()).refusal(_sizes(device=torch.device("cuda")))
+        assert (refusal is None) == runs
+        assert runs or f"the device has {capability[0]}.{capability[1]}" in str(refusal)
 
 
 def test_experts_refuse_before_any_arithmetic_and_name_the_option() -> None:
