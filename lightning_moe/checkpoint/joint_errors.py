@@ -4,14 +4,22 @@ from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Final, TypeVar
 
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_moe.parallel.collectives import gather_objects
 
 T = TypeVar("T")
 
-# What reading a damaged checkpoint raises. torch's CheckpointException is no Exception.
-UNREADABLE: Final = (EOFError, KeyError, RuntimeError, UnpicklingError, CheckpointException)
+# What reading a damaged checkpoint raises, `.safetensors` included. torch's CheckpointException is no Exception.
+UNREADABLE: Final = (
+    EOFError,
+    KeyError,
+    RuntimeError,
+    UnpicklingError,
+    CheckpointException,
+    SafetensorError,
+)
 
 
 def jointly(action: Callable[[], T], path: str) -> T:

@@ -38,6 +38,8 @@ _OF_THE_MACHINE: Final = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
+    errno.EIO,
+    errno.ENAMETOOLONG,
 )
 _KINDS: Final = (
     ValueError,

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
+from functools import cache
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +17,9 @@ from lightning_moe.ops.dtypes import at_least_float32
 from lightning_moe.ops.losses import router_z_loss
 from lightning_moe.ops.records import Routing, TokenRoutes
 from lightning_moe.ops.top_experts import top_experts
+
+# Its square is far from where float32 ends.
+_SAFE_EPSILON: Final = 1e-15
 
 
 class Router(nn.Module):
@@ -39,6 +45,7 @@ class Router(nn.Module):
                 f"model.moe.router.top_k={config.top_k} is more than model.moe.num_experts={num_experts}; "
                 "lower top_k or add experts"
             )
+        _warn_of_constant_weights(config)
         self.config = config
         self.num_experts = num_experts
         dtype = at_least_float32(torch.get_default_dtype())
@@ -69,7 +76,7 @@ class Router(nn.Module):
             selection_TE = self._selection(logits_TE, scores_TE)
             ids_TK = self._choose(selection_TE)
             weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
-            shares_TE = self._shares(scores_TE)
+            shares_TE = self._shares(logits_TE, scores_TE)
             record = self._record(
                 logits_TE, shares_TE, ids_TK, valid_T, num_sequences=math.prod(rows[:-1])
             )
@@ -115,21 +122,41 @@ class Router(nn.Module):
             )
         return top_experts(selection_TE, top_k)
 
-    def _shares(self, scores_TE: Tensor) -> Tensor:
+    def _shares(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """Scores that add up to 1 per token."""
         if self.config.gating_function != "sigmoid":
             return scores_TE
-        tiny = torch.finfo(scores_TE.dtype).tiny
-        return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
+        if self._scores_may_vanish:
+            scores_TE = ops.away_from_zero(scores_TE, self._log_scores(logits_TE))
+        return scores_TE / scores_TE.sum(dim=-1, keepdim=True)
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        norm_p = self.config.normalize_expert_weights
         if self.config.gating_function == "topk_softmax":
             chosen_TK = logits_TE.gather(-1, ids_TK).softmax(dim=-1)
         else:
             chosen_TK = scores_TE.gather(-1, ids_TK)
-        return ops.expert_weights(
-            chosen_TK, norm_p=self.config.normalize_expert_weights, scale=self.weight_scale
-        )
+            if norm_p is not None and self._scores_may_vanish:
+                logs_TK = self._log_scores(logits_TE.gather(-1, ids_TK))
+                chosen_TK = ops.away_from_zero(chosen_TK, logs_TK)
+        return ops.expert_weights(chosen_TK, norm_p=norm_p, scale=self.weight_scale)
+
+    @property
+    def _scores_may_vanish(self) -> bool:
+        """Whether all scores that are to be normalized can be rounded to 0."""
+        config = self.config
+        if config.random_expert_assignment:
+            return False
+        if config.gating_function == "sigmoid":
+            return config.sigmoid_stability_epsilon < _SAFE_EPSILON
+        # The best of all experts has a score of 1 / E at least, but others may be chosen.
+        return config.has_score_bias or config.uniform_expert_assignment
+
+    def _log_scores(self, logits: Tensor) -> Tensor:
+        """Up to a term that a token has in common."""
+        if self.config.gating_function != "sigmoid":
+            return logits
+        return ops.log_sigmoid_scores(logits, self.config.sigmoid_stability_epsilon)
 
     def _record(
         self,
@@ -185,6 +212,25 @@ class Router(nn.Module):
         """Sizes and the gate, for `print(model)`."""
         config = self.config
         return f"experts={self.num_experts}, top_k={config.top_k}, gating={config.gating_function}"
+
+
+@cache  # each config once
+def _warn_of_constant_weights(config: RouterConfig) -> None:
+    """Warn of a router that the loss of the model can't train."""
+    if config.top_k > 1 or config.uniform_expert_assignment:
+        return
+    if config.gating_function == "topk_softmax":
+        name, remedy = "gating_function='topk_softmax'", "choose softmax or sigmoid"
+    elif config.normalize_expert_weights is not None:
+        name = f"normalize_expert_weights={config.normalize_expert_weights}"
+        remedy = "unset normalize_expert_weights"
+    else:
+        return
+    warnings.warn(
+        f"model.moe.router.top_k=1 with model.moe.router.{name} makes every weight constant: the router gets no "
+        f"gradient from the loss of the model, only from losses of its own; {remedy}, or raise top_k",
+        stacklevel=2,
+    )
 
 
 def _weight_scale(config: RouterConfig) -> float:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from lightning_moe.ops.autograd import Context
-from lightning_moe.ops.permute import dot_of_rows, sum_over_choices
+from lightning_moe.ops.permute import check_ids, dot_of_rows, sum_over_choices
 
 Overflow = Literal["position", "weight"]
 
@@ -66,6 +66,9 @@ def plan_with_capacity(
         num_experts: E.
         capacity: slots per expert.
         overflow: who comes first: `position`, the earlier token; `weight`, the larger weight, then the earlier token.
+
+    Raises:
+        RuntimeError: if an id is outside of [0, num_experts); see `check_on_device`.
     """
     ids_N = ids_TK.flatten()
     num_copies = ids_N.numel()
@@ -76,6 +79,7 @@ def plan_with_capacity(
         order_N = ids_N.sort(stable=True).indices
     edges = torch.arange(num_experts + 1, device=ids_N.device)
     starts = torch.searchsorted(ids_N[order_N], edges)
+    check_ids(starts, num_copies, num_experts)
     places_N = torch.arange(num_copies, device=ids_N.device) - starts[ids_N[order_N]]
     num_slots = num_experts * capacity
     slots_N = torch.where(places_N < capacity, ids_N[order_N] * capacity + places_N, num_slots)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.ops.autograd import Context
+from lightning_moe.ops.checks import check_on_device
 from lightning_moe.ops.compiled import outside_of_graphs
 from lightning_moe.ops.device import capability_of
 
@@ -34,8 +35,16 @@ def loop_grouped_mm(
 def torch_grouped_mm(
     rows_RX: Float[Tensor, "R X"], weight_GXY: Float[Tensor, "G X Y"], counts_G: Int[Tensor, " G"]
 ) -> Float[Tensor, "R Y"]:
-    """`torch.nn.functional.grouped_mm` with the contract of `loop_grouped_mm`; see `torch_grouped_mm_refusal`."""
+    """`torch.nn.functional.grouped_mm` with the contract of `loop_grouped_mm`; see `torch_grouped_mm_refusal`.
+
+    Raises:
+        RuntimeError: if the counts don't add up to R, which would leave rows undefined; see `check_on_device`.
+    """
     ends_G = counts_G.cumsum(0).to(torch.int32)
+    check_on_device(
+        (ends_G[-1] == len(rows_RX)) & (counts_G.amin() >= 0),
+        "counts_G must be the rows of each group, at least 0, and add up to all rows",
+    )
     rows_RY: Tensor = _TorchGroupedMatmul.apply(rows_RX, weight_GXY, ends_G)
     return rows_RY
 

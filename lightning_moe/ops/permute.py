@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from lightning_moe.ops.autograd import Context
+from lightning_moe.ops.checks import check_on_device
 from lightning_moe.ops.dtypes import at_least_float32
 
 # Parts in which wide copies are made: small next to what is kept for backward, few enough for a GPU's launches.
@@ -40,19 +41,32 @@ def plan_by_expert(expert_ids_TK: Int[Tensor, "T K"], num_experts: int) -> Plan:
 
     Raises:
         ValueError: if `num_experts` is not positive.
+        RuntimeError: if an id is outside of [0, num_experts); see `check_on_device`.
     """
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     # Narrow keys sort up to three times faster on a CPU.
     key_type = torch.int16 if num_experts < 2**15 else torch.int64
-    sorted_ids_N, order_N = expert_ids_TK.flatten().to(key_type).sort(stable=True)
+    # Clamped first: what wraps around in a narrow type could become the id of an expert.
+    keys_N = expert_ids_TK.flatten().clamp(-1, num_experts).to(key_type)
+    sorted_ids_N, order_N = keys_N.sort(stable=True)
     rows_N = torch.arange(order_N.numel(), device=order_N.device)
     inverse_TK = torch.empty_like(order_N).scatter_(0, order_N, rows_N).view_as(expert_ids_TK)
     edges = torch.arange(num_experts + 1, device=order_N.device, dtype=key_type)
-    return Plan(
-        order_N=order_N,
-        inverse_TK=inverse_TK,
-        counts_E=torch.searchsorted(sorted_ids_N, edges).diff(),
+    starts = torch.searchsorted(sorted_ids_N, edges)
+    check_ids(starts, order_N.numel(), num_experts)
+    return Plan(order_N=order_N, inverse_TK=inverse_TK, counts_E=starts.diff())
+
+
+def check_ids(starts: Int[Tensor, " _"], num_ids: int, num_experts: int) -> None:
+    """Fail if not all of `num_ids` sorted ids are those of experts, which start at `starts`; the last is the end.
+
+    Raises:
+        RuntimeError: see `check_on_device`.
+    """
+    check_on_device(
+        starts[-1] - starts[0] == num_ids,
+        f"an id of an expert is outside of [0, {num_experts}); leave out tokens that go nowhere",
     )
 
 

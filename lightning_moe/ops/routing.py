@@ -3,6 +3,7 @@
 Source: Olmo-core 3 technical report (Ai2, 2026), routing section; group limits from DeepSeek-V3, arXiv:2412.19437.
 """
 
+import math
 from typing import Final, Literal
 
 import torch
@@ -107,12 +108,42 @@ def expert_weights(
     norm_p: float | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "T K"]:
-    """Weights of the chosen experts: divided by their p-norm (no epsilon) if asked, then scaled."""
+    """Weights of the chosen experts: divided by their p-norm (no epsilon) if asked, then scaled.
+
+    A row whose largest score is too small to be squared needs `away_from_zero` first.
+    """
     if norm_p is not None:
+        if norm_p > 2:  # noqa: PLR2004 - higher powers of small scores are 0
+            chosen_TK = chosen_TK / chosen_TK.detach().amax(dim=-1, keepdim=True)
         chosen_TK = chosen_TK / torch.linalg.vector_norm(
             chosen_TK, ord=norm_p, dim=-1, keepdim=True
         )
     return chosen_TK if scale == 1.0 else chosen_TK * scale
+
+
+def away_from_zero(
+    scores: Float[Tensor, "T _"], logs: Float[Tensor, "T _"]
+) -> Float[Tensor, "T _"]:
+    """The scores, but `logs.exp()` times a factor in rows where even the largest score is nearly 0, or 0 by rounding.
+
+    For what doesn't depend on a factor that a row has in common: shares, and weights that will be normalized.
+
+    Args:
+        scores: of experts, none negative.
+        logs: their logarithms, up to a term that a row has in common.
+    """
+    too_small = scores.amax(dim=-1, keepdim=True) < torch.finfo(scores.dtype).tiny ** 0.5
+    return torch.where(too_small, (logs - logs.detach().amax(dim=-1, keepdim=True)).exp(), scores)
+
+
+def log_sigmoid_scores(
+    logits: Float[Tensor, "T _"], sigmoid_epsilon: float
+) -> Float[Tensor, "T _"]:
+    """Logarithm of what `router_scores` gives for sigmoid, exact where that is rounded to 0."""
+    logs = torch.nn.functional.logsigmoid(logits)
+    if sigmoid_epsilon == 0:
+        return logs
+    return torch.logaddexp(logs, torch.full_like(logs, math.log(sigmoid_epsilon)))
 
 
 def count_experts(ids_TK: Int[Tensor, "T K"], num_experts: int) -> Int[Tensor, " E"]:

@@ -263,6 +263,14 @@ def test_a_new_run_refuses_a_truncated_file(tmp_path: Path, num_bytes: int) -> N
         _start(tmp_path, StartFrom(path))
 
 
+@pytest.mark.parametrize("content", [b"", b"12345", b"\xff" * 40, bytes(8) + b"{}"])
+def test_a_new_run_refuses_a_damaged_safetensors_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"init_from=.*model.safetensors can't be read as a check"):
+        _start(tmp_path, StartFrom(path))
+
+
 def test_a_new_run_refuses_a_file_without_weights(tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
     torch.save({"weights": torch.zeros(2)}, path)

@@ -14,6 +14,7 @@ from lightning_moe.cli.groups import find_conf, list_groups, register_groups
 from lightning_moe.cli.run_config import read_options
 from lightning_moe.config import PRESETS, BalanceScope, OptimConfig, TransformerConfig
 from lightning_moe.config.data import DataConfig
+from lightning_moe.config.router import BALANCE_INVARIANCE
 from tests.unit.cli.conftest import Compose
 
 CONF = find_conf()
@@ -25,6 +26,18 @@ def test_every_experiment_composes_and_is_accepted(compose_train: Compose, exper
     config = compose_train(f"experiment={experiment}")
     assert config.name == experiment
     read_options(config, [])
+
+
+def test_two_ranks_are_an_experiment_of_equal_batches_and_a_balance_that_ranks_do_not_change(
+    compose_train: Compose,
+) -> None:
+    one, two = (
+        read_options(compose_train(f"experiment={name}"), [])
+        for name in ("tiny_cpu", "tiny_ep2_cpu")
+    )
+    assert 2 * two.data.batch_size == one.data.batch_size
+    assert two.model.moe is not None
+    assert "ranks" in BALANCE_INVARIANCE[two.model.moe.router.lb_loss_scope]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

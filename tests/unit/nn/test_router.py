@@ -1,5 +1,6 @@
 """What the router chooses, weighs and records."""
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe.config import RouterConfig
-from lightning_moe.nn import Router, balance_loss, z_loss
+from lightning_moe.config import MoEConfig, RouterConfig
+from lightning_moe.nn import MoE, Router, balance_loss, z_loss
+from lightning_moe.nn import router as router_module
 from tests.kit import reference
 from tests.kit.randomized import randomized
 
@@ -201,3 +203,64 @@ def test_non_finite_token_leaves_the_others_unchanged_exactly(generator: torch.G
 def test_printed_router_names_its_experts_choices_and_gate() -> None:
     router = Router(5, 3, RouterConfig(top_k=2, gating_function="sigmoid"))
     assert "experts=3, top_k=2, gating=sigmoid" in repr(router)
+
+
+@pytest.mark.parametrize("norm_p", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gating_function": "sigmoid", "sigmoid_stability_epsilon": 0.0},
+        {"gating_function": "sigmoid", "sigmoid_stability_epsilon": 1e-30},
+        {"gating_function": "sigmoid"},
+        {"score_correction_bias": True},
+        {"uniform_expert_assignment": True},
+    ],
+    ids=["sigmoid without epsilon", "tiny epsilon", "sigmoid", "bias", "round robin"],
+)
+def test_weights_and_gradients_are_right_where_all_chosen_scores_vanish(
+    options: dict[str, Any], norm_p: float
+) -> None:
+    # In float32 the scores of the first two experts, which are chosen, are rounded to 0 or to the epsilon.
+    config = RouterConfig(top_k=2, normalize_expert_weights=norm_p, **options)
+    logits = torch.tensor([[-130.0], [-131.0], [20.0 if "sigmoid" not in str(options) else -150.0]])
+    routed = []
+    for dtype in (torch.float32, torch.float64):
+        router = Router(1, 3, config).to(dtype)
+        with torch.no_grad():
+            router.weight.copy_(logits)
+            if router.score_bias is not None:
+                router.score_bias[:2] = 5.0
+        x = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+        weights, ids, record = router(x)
+        (weights[0, 0] + 0.1 * record.score_sums_E[0]).backward()
+        assert ids.tolist() == [[0, 1]]
+        routed.append((weights, record.score_sums_E, router.weight.grad, x.grad))
+    for narrow, wide in zip(*routed, strict=True):
+        # The gradient of the token is a difference of terms a hundred times as large.
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=1e-4)
+    assert routed[0][0].norm(p=norm_p).item() == pytest.approx(1.0, rel=1e-5)
+
+
+CONSTANT = [{"normalize_expert_weights": 1.0}, {"gating_function": "topk_softmax"}]
+
+
+@pytest.mark.parametrize("options", CONSTANT)
+def test_a_router_that_the_model_cannot_train_warns_once(options: dict[str, Any]) -> None:
+    router_module._warn_of_constant_weights.cache_clear()  # another test may have been first
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            MoE(5, MoEConfig(num_experts=3, hidden_size=4, router=RouterConfig(**options)))
+    [warning] = shown
+    assert "model.moe.router.top_k=1 with model.moe.router." in str(warning.message)
+    assert "no gradient from the loss of the model" in str(warning.message)
+
+
+@pytest.mark.parametrize("options", CONSTANT)
+def test_a_router_that_the_model_can_train_does_not_warn(options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        router_module._warn_of_constant_weights.cache_clear()
+        Router(5, 3, RouterConfig())
+        Router(5, 3, RouterConfig(top_k=2, **options))
+        Router(5, 3, RouterConfig(uniform_expert_assignment=True, **options))

@@ -1,6 +1,7 @@
 """Slots by hand, dropped copies as zeros, and gradients as autograd has them for a dense formula."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +245,11 @@ def test_slots_take_bytes_as_they_are_and_zeros_where_they_are_empty() -> None:
     assert rows_RD.dtype == torch.uint8
     # Tokens 0, 1, 2 of expert 0, tokens 1 and 4 of expert 1 and no third, tokens 0, 2, 3 of expert 2.
     assert rows_RD.flatten().tolist() == [251, 252, 253, 252, 255, 0, 251, 253, 254]
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 99])
+@pytest.mark.parametrize("overflow", ["position", "weight"])
+def test_an_id_that_is_no_experts_gets_no_slot_but_an_error(wrong: int, overflow: Any) -> None:
+    ids = torch.tensor([[0, 1], [wrong, 2]])
+    with pytest.raises(RuntimeError, match=r"id of an expert is outside of \[0, 3\)"):
+        plan_with_capacity(ids, torch.ones(2, 2), 3, 8, overflow)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_moe.ops import loop_grouped_mm, torch_grouped_mm
-from lightning_moe.ops.grouped_mm import torch_grouped_mm_refusal
+from lightning_moe.ops.grouped_mm import GroupedMatmul, torch_grouped_mm_refusal
 
 LOADS = {
     "uneven": [3, 0, 5, 1],
@@ -178,3 +178,12 @@ def test_a_compiled_graph_holds_the_matmul_whole_in_every_type(
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [2, 5], [8, -3]])
+@pytest.mark.parametrize("grouped_mm", [torch_grouped_mm, loop_grouped_mm])
+def test_counts_that_do_not_add_up_to_the_rows_are_refused(
+    counts: list[int], grouped_mm: GroupedMatmul
+) -> None:
+    with pytest.raises(RuntimeError, match=r"counts_G must be the rows|split_with_sizes expects"):
+        grouped_mm(torch.ones(5, 4), torch.ones(2, 4, 4), torch.tensor(counts))

@@ -61,6 +61,14 @@ def test_no_experts_are_refused() -> None:
         plan_by_expert(IDS, 0)
 
 
+@pytest.mark.parametrize("num_experts", [4, 2**15])
+@pytest.mark.parametrize("wrong", [-1, 4, 2**16 + 1, -(2**40)])
+def test_an_id_that_is_no_experts_is_refused(wrong: int, num_experts: int) -> None:
+    ids = torch.tensor([[0, 1], [wrong * num_experts // 4, 2]])
+    with pytest.raises(RuntimeError, match=rf"id of an expert is outside of \[0, {num_experts}\)"):
+        plan_by_expert(ids, num_experts)
+
+
 def test_permuted_rows_by_hand() -> None:
     x = torch.tensor([[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [30.0, 31.0, 32.0]])
     rows = permute(x, plan_by_expert(IDS, 4))

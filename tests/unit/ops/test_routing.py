@@ -92,6 +92,28 @@ def test_weights_are_divided_by_their_p_norm_then_scaled(
     torch.testing.assert_close(scaled, 2.5 * wanted)
 
 
+@pytest.mark.parametrize("norm_p", [0.5, 1.0, 2.0, 8.0, 60.0])
+def test_small_weights_have_a_norm_of_one(norm_p: float) -> None:
+    chosen = torch.tensor([[1e-7, 0.5e-7], [2e-15, 1e-15], [0.5, 0.25]])
+    expected = torch.tensor([[1.0, 0.5]]) / (1 + 0.5**norm_p) ** (1 / norm_p)
+    weights = routing.expert_weights(chosen, norm_p=norm_p)
+    torch.testing.assert_close(weights, expected.expand(3, 2))
+
+
+def test_scores_that_rounding_made_0_come_from_their_logarithms() -> None:
+    logs = torch.tensor([[-200.0, -201.0], [-1.0, -300.0]])
+    kept = routing.away_from_zero(logs.exp(), logs)
+    assert kept[1].tolist() == logs[1].exp().tolist()
+    torch.testing.assert_close(kept[0], torch.tensor([1.0, math.exp(-1)]))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-7])
+def test_logarithms_of_sigmoid_scores_by_hand(epsilon: float) -> None:
+    logits = torch.tensor([[-120.0, 3.0]], dtype=torch.float64)
+    expected = [math.log(1 / (1 + math.exp(-x)) + epsilon) for x in (-120.0, 3.0)]
+    assert routing.log_sigmoid_scores(logits, epsilon).tolist()[0] == pytest.approx(expected)
+
+
 def test_counts_by_hand_skip_ids_outside_the_range() -> None:
     ids = torch.tensor([[3, 0], [-1, -1], [3, 1], [7, 3]])
     counts = routing.count_experts(ids, 5)
