@@ -1,4 +1,4 @@
-"""Balance scopes beyond a micro-batch inside the Trainer: what looking ahead leaves alone, and what is refused."""
+"""Balance scopes beyond a micro-batch inside the Trainer: what they compute, and what looking ahead leaves alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +7,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_moe import StepHooks, StepWindow, TokenBatch, step_router_losses
-from lightning_moe.callbacks import NonFiniteGuard, RouterBiasCorrection
+from lightning_moe import StepWindow, TokenBatch, step_router_losses
+from lightning_moe.callbacks import NonFiniteGuard
 from lightning_moe.nn import Routing
+from tests.kit.balanced import LENGTHS, Balanced, Windowless, fit
 from tests.kit.modules import OwnModule
 from tests.kit.runs import (
     GAMMA,
@@ -28,7 +29,6 @@ from tests.kit.runs import (
     tiny_config,
 )
 
-LENGTHS = [(8, 3), (1, 5), (7, 2), (2, 2), (6, 4), (3, 8)]
 EXACT = {"lb_loss_scope": "exact", "lb_loss_weight": 2.0, "bias_gamma": 0.01}
 JITTER = EXACT | {"jitter_eps": 0.3}
 
@@ -104,42 +104,6 @@ def test_a_checkpoint_within_a_step_keeps_the_position_of_training(tmp_path: Pat
     assert position.seen == [(1, 1, 4), (2, 2, 4), (3, 3, 4), (4, 4, 4), (5, 5, 6), (6, 6, 6)]
 
 
-# ---- a user's own module -------------------------------------------------------------------------------------------
-
-
-class Windowless(OwnModule):
-    """The documented recipe without its hooks."""
-
-    def __init__(self, scope: str = "exact", **router: object) -> None:
-        super().__init__(lb_loss_weight=2.0, lb_loss_scope=scope, **router)
-
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        total, num_tokens, routing = self.loss_sum(batch)
-        auxiliary = step_router_losses(self, [routing])
-        return self.window.add(total + auxiliary.total, num_tokens, [routing])
-
-    def routing_step(self, batch: TokenBatch, batch_idx: int) -> list[Routing]:
-        return [self.loss_sum(batch)[2]]
-
-
-class Balanced(StepHooks, Windowless):
-    """The documented recipe."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)
-        self.window.nominal_tokens = 7
-
-
-def _fit(
-    folder: Path, module: OwnModule, data: Dataset[TokenBatch] | None = None, **options: object
-) -> dict[str, Tensor]:
-    options = {"callbacks": [RouterBiasCorrection()], "precision": "64-true"} | options
-    trainer = make_trainer(folder, accumulate_grad_batches=2, **options)
-    loader = make_loader(make_batches(LENGTHS) if data is None else data)
-    trainer.fit(module, loader)
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
 def _by_hand(scope: str) -> dict[str, Tensor]:
     """Steps of two micro-batches: descent on the mean cross-entropy, plus twice the formula of the balance loss."""
     module = OwnModule(lb_loss_weight=2.0, lb_loss_scope=scope).double()
@@ -170,7 +134,7 @@ def _by_hand(scope: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
 def test_a_users_own_module_trains_like_the_formulas(tmp_path: Path, scope: str) -> None:
-    got = _fit(tmp_path, Balanced(scope))
+    got = fit(tmp_path, Balanced(scope))
     torch.testing.assert_close(got, _by_hand(scope), rtol=1e-12, atol=1e-12)
 
 
@@ -180,12 +144,12 @@ class _Stream(IterableDataset[TokenBatch]):
 
 
 def test_a_loader_without_length_is_looked_ahead_as_well(tmp_path: Path) -> None:
-    got = _fit(tmp_path, Balanced(), _Stream())
+    got = fit(tmp_path, Balanced(), _Stream())
     torch.testing.assert_close(got, _by_hand("exact"), rtol=1e-12, atol=1e-12)
 
 
 def test_jitter_of_a_users_own_module_is_drawn_equal_ahead(tmp_path: Path) -> None:
-    jittered = _fit(tmp_path, Balanced(jitter_eps=0.3))
+    jittered = fit(tmp_path, Balanced(jitter_eps=0.3))
     assert not torch.allclose(jittered["moe.router.weight"], _by_hand("exact")["moe.router.weight"])
 
 
@@ -211,50 +175,10 @@ def test_a_forward_ahead_takes_no_gradient_from_weights_under_autocast(tmp_path:
         module = _HeadAfterwards(scope, bias_gamma=None)
         before = module.head.weight.detach().clone()
         options = {"precision": "32-true", "callbacks": [NonFiniteGuard()], "max_steps": 1}
-        after = _fit(tmp_path, module, **options)["head.weight"]
+        after = fit(tmp_path, module, **options)["head.weight"]
         gradients.append(before - after)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().min() > 0
-
-
-@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
-def test_scopes_of_a_step_are_refused_without_a_window(tmp_path: Path, scope: str) -> None:
-    message = f"lb_loss_scope='{scope}' needs the counts .*let Windowless inherit .*StepHooks"
-    with pytest.raises(ValueError, match=message):
-        _fit(tmp_path, Windowless(scope), callbacks=[])
-
-
-class _NoRouting(Balanced):
-    routing_step = None
-
-
-def test_exact_is_refused_without_a_routing_step(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'exact' needs _NoRouting to have a method routing_step"):
-        _fit(tmp_path, _NoRouting())
-
-
-class _Manual(Balanced):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-def test_exact_is_refused_with_manual_optimization(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    with pytest.raises(RuntimeError, match="_Manual optimizes manually; use automatic"):
-        trainer.fit(_Manual(), make_loader(make_batches(LENGTHS)))
-
-
-class _TakesAnIterator(Balanced):
-    def training_step(self, dataloader_iter: Iterator[object]) -> Tensor:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-def test_exact_is_refused_where_the_step_fetches_its_batches_itself(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"_TakesAnIterator.training_step takes a datal"):
-        _fit(tmp_path, _TakesAnIterator())
 
 
 class _OwnWindow(Windowless):
@@ -265,7 +189,7 @@ class _OwnWindow(Windowless):
 
 @pytest.mark.parametrize("scope", ["micro_batch", "lagged", "exact"])
 def test_the_steps_of_a_window_without_hooks_are_closed_as_well(tmp_path: Path, scope: str) -> None:
-    got, expected = (_fit(tmp_path, kind(scope)) for kind in (_OwnWindow, Balanced))
+    got, expected = (fit(tmp_path, kind(scope)) for kind in (_OwnWindow, Balanced))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -279,40 +203,17 @@ class _RecordsOnly(Balanced):
 
 def test_steps_of_records_alone_are_closed_as_well(tmp_path: Path) -> None:
     module = _RecordsOnly("lagged")
-    _fit(tmp_path, module, callbacks=[])
+    fit(tmp_path, module, callbacks=[])
     assert not module.window.is_open
     assert module.window.last is not None
-
-
-class _Lbfgs(Balanced):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters())
-
-
-def test_lagged_is_refused_where_a_step_calls_training_step_repeatedly(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'lagged' can't work with LBFGS"):
-        _fit(tmp_path, _Lbfgs("lagged"))
-
-
-class _KeepsRecords(Balanced):
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        total, num_tokens, routing = self.loss_sum(batch)
-        auxiliary = step_router_losses(self, [routing])
-        return self.window.add(total + auxiliary.total, num_tokens)
-
-
-@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
-def test_a_micro_batch_added_without_its_records_is_refused(tmp_path: Path, scope: str) -> None:
-    with pytest.raises(ValueError, match=r"called with 1 routing records, and 0 were added"):
-        _fit(tmp_path, _KeepsRecords(scope), callbacks=[NonFiniteGuard()])
 
 
 def test_a_fit_that_resumes_nothing_does_not_know_the_last_step_of_another(tmp_path: Path) -> None:
     module = Balanced("lagged")
     initial = {name: tensor.clone() for name, tensor in module.double().state_dict().items()}
-    first = _fit(tmp_path, module)
+    first = fit(tmp_path, module)
     module.load_state_dict(initial)
-    torch.testing.assert_close(_fit(tmp_path, module), first, rtol=0, atol=0)
+    torch.testing.assert_close(fit(tmp_path, module), first, rtol=0, atol=0)
 
 
 def test_a_resumed_fit_of_a_users_own_module_equals_a_straight_one_exactly(tmp_path: Path) -> None:
@@ -357,35 +258,7 @@ class _ChangesBatches(Balanced):
 
 def test_looking_ahead_leaves_batches_and_buffers_to_training(tmp_path: Path) -> None:
     exact, lagged = _ChangesBatches("exact"), _ChangesBatches("lagged")
-    states = [_fit(tmp_path, module) for module in (exact, lagged)]
+    states = [fit(tmp_path, module) for module in (exact, lagged)]
     assert exact.seen == lagged.seen
     assert states[0]["norm.num_batches_tracked"] == states[0]["forwards"] == len(LENGTHS)
     torch.testing.assert_close(states[0]["norm.running_mean"], states[1]["norm.running_mean"])
-
-
-class _AddsNothing(Balanced):
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
-        total, num_tokens, routing = self.loss_sum(batch)
-        return (total + step_router_losses(self, [routing]).total) / num_tokens
-
-
-@pytest.mark.parametrize("scope", ["accumulated", "lagged", "exact"])
-def test_a_micro_batch_that_is_never_added_is_refused(tmp_path: Path, scope: str) -> None:
-    with pytest.raises(RuntimeError, match=f"'{scope}' needs every micro-batch .* was not added"):
-        _fit(tmp_path, _AddsNothing(scope), callbacks=[])
-
-
-class _BalancesInValidation(Balanced):
-    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        step_router_losses(self, [self.loss_sum(batch)[2]])
-
-
-def test_scopes_of_a_step_are_refused_outside_of_training(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    with pytest.raises(RuntimeError, match=r"'lagged' is about optimizer steps: call .* in train"):
-        trainer.validate(_BalancesInValidation("lagged"), make_loader(make_batches(LENGTHS)))
-
-
-def test_one_record_per_layer_is_needed() -> None:
-    with pytest.raises(ValueError, match="0 routing records for 1 MoE layers"):
-        step_router_losses(Balanced(), [])

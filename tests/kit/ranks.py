@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks of this machine: `run_ranks(fn, 2, arg)`."""
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -50,6 +51,8 @@ def _run_rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     try:
         fn, world, args = pickle.loads((folder / "job").read_bytes())
+        # What Lightning leaves in the working directory, also of a rank that is stopped, goes with the folder.
+        os.chdir(folder)
         rendezvous = f"file://{folder / 'rendezvous'}"
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
         result = pickle.dumps(fn(rank, world, *args))
