@@ -6,7 +6,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerAction
 
 from lightning_moe import ExpertParallelStrategy
-from tests.kit.rank_trainers import join_lightning, loader, make_module, make_trainer
+from tests.kit.rank_trainers import join_lightning, loader, make_module, rank_trainer
 from tests.kit.ranks import run_ranks
 
 FORWARD = {"router", "dispatch", "experts", "combine", "attention", "head"}
@@ -20,7 +20,7 @@ def _profile(rank: int, world: int, folder: Path) -> set[str]:
         export_to_chrome=False,
         schedule=lambda _: ProfilerAction.RECORD,
     )
-    trainer = make_trainer(world, ExpertParallelStrategy(2, timeout=120.0), profiler=profiler)
+    trainer = rank_trainer(world, ExpertParallelStrategy(2, timeout=120.0), profiler=profiler)
     trainer.fit(make_module().double(), loader(rank, world))
     averages = profiler.function_events.key_averages()
     names = [event.key for event in averages if event.key.startswith("lightning_moe.")]
