@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_moe.ops.compiled import outside_of_graphs
 
@@ -16,6 +17,10 @@ UNCLOSED: Final = (
     "super().on_train_start() where it overrides that, and pass the closure to the optimizer where it overrides "
     "optimizer_step; without StepHooks, call close_window(self) after the last backward of each step"
 )
+
+
+# Hooks whose windows are gone.
+_OUTLIVED: Final[list[RemovableHandle]] = []
 
 
 @runtime_checkable
@@ -51,7 +56,10 @@ def watch_steps(window: Divides, loss: Tensor) -> None:
         if any(id(parameter()) in stepped for parameter in parameters):
             raise RuntimeError(UNCLOSED)
 
-    weakref.finalize(window, register_optimizer_step_post_hook(refuse).remove)
+    # Not removed as soon as a window is gone: that may be in the middle of a step, while torch goes through the hooks.
+    while _OUTLIVED:
+        _OUTLIVED.pop().remove()
+    weakref.finalize(window, _OUTLIVED.append, register_optimizer_step_post_hook(refuse))
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
