@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_moe import StepWindow
 from tests.kit.records import routing_record
@@ -191,3 +192,15 @@ def test_an_optimizer_of_other_weights_may_step_while_a_window_is_open() -> None
     other.sum().backward()
     torch.optim.SGD([other], lr=0.1).step()
     assert window.divides
+
+
+def test_a_window_that_is_collected_in_the_middle_of_a_step_leaves_the_hooks_alone() -> None:
+    # torch asks hooks in the order in which they came: the window's own follows the one that drops it.
+    windows, weight = [StepWindow()], torch.nn.Parameter(torch.ones(3))
+    handle = register_optimizer_step_post_hook(lambda *_: windows.clear())
+    windows[0].add(weight.sum(), torch.tensor(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    handle.remove()
+    assert windows == []
